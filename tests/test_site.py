@@ -26,7 +26,7 @@ QUESTIONS = {
     "required_bandwidth": "clock",
     "DiLoCoStrategy": "strategy",
     "SCAFFOLD": "strategy",
-    "clients with unlike data": "guide/strategies",
+    "clients with non-IID data": "guide/strategies",
     "Trainer.fit": "",
 }
 RESULTS = """

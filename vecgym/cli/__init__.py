@@ -24,7 +24,7 @@ COMMANDS = {
     "sweep": (sweep, "run a sweep as configured by a function in a file"),
     "plot": (plot, "draw saved runs"),
     "report": (report, "write a page about saved runs"),
-    "price": (price, "compute how long a recorded run takes on your network"),
+    "price": (price, "compute how long strategies or recorded runs take on your network"),
     "verify": (verify, "check that strategies compute the same on real processes"),
     "exogym": (exogym, "run a script written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines, or the settings of saved runs"),

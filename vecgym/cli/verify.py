@@ -12,7 +12,7 @@ from vecgym.cli.run import allowed
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Train with a strategy twice, stacked in one process and on real processes of torch.distributed. Report the
+    """Train with a strategy stacked, on processes of torch.distributed, and in a stack of a sweep. Report the
     largest differences of parameters, losses, states and bytes, and the first tensor that differs. The strategy is one
     of --list, on a small GPT, or your own: a function in a file returns it, or a dict as for vecgym run, of which
     model, train_dataset, strategy, num_nodes, batch_size and seed are used. The exit code is 1 if anything differs."""

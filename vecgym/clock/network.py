@@ -41,7 +41,7 @@ class Network:
             through a store, as in Templar: a payload of b bytes is uploaded once, and (n - 1) b are downloaded, where
             in a ring, or directly, (n - 1) b are uploaded too. `routes` tells this to the ledger of a run.
         bucket_bytes: tensors of an exchange are joined into messages, last tensor first; a message is complete once it
-            reaches this size. 0: a message per tensor, as EXO Gym, diloco-sim and torchft send by themselves;
+            reaches this size. 0: a message per tensor, as EXO Gym, diloco-sim and torchft send by default;
             `math.inf`: one per exchange, the best case. See `vecgym.guide.clock`.
         server_bandwidth: of a server's own link, which may be the bottleneck. A node reaches the server over its own
             link; with a matrix, as slowly as its slowest pair.

@@ -119,7 +119,7 @@ class Codec(Steady, ABC):
         >>> TopK(0.1).num_values(torch.zeros(2, 5, 10)), RandomK(0.2).num_values(torch.zeros(2, 50))
         (5, 10)
         """
-        raise TypeError(f"{self!r} sends no values that another codec can compress: TopK and RandomK do.")
+        raise TypeError(f"{self!r} sends no values that another codec can compress: TopK, ChunkedTopK and RandomK do.")
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Average over the K senders, or return sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
@@ -332,7 +332,7 @@ class Chain(Codec):
     Bytes: those of the first without its values, plus those of the second for these values.
 
     Args:
-        first: TopK or RandomK.
+        first: TopK, ChunkedTopK or RandomK.
         second: any other codec.
 
     Raises:
@@ -348,7 +348,7 @@ class Chain(Codec):
     tensor([[ 0., -3.,  0.,  3.]])
 
     Reference: top-k, then 2 bits: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv
-    2508.15706. Deviation: the k largest values are those of a tensor, not of each chunk.
+    2508.15706. Deviation: with `TopK` the k largest values are those of a tensor; `ChunkedTopK` takes each chunk's.
     """
 
     def __init__(self, first: Codec, second: Codec) -> None:

@@ -40,9 +40,10 @@ class PowerSGD(Steady, steady=True):
 
     Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", arXiv 1905.13727. Deviations: the residual of a node is relative to its own P Q_i^T, as in algorithm
-    2 (relative to the mean in the authors' code and torch's hook; the averages are the same, but then the residual
-    grows with the differences between the nodes); Householder QR instead of Gram-Schmidt, for the same span; columns
-    that have vanished are redrawn.
+    2 and github.com/epfml/powersgd (relative to the mean in that repository's paper-code and torch's hook; the averages
+    are the same, but then the residual grows with the differences between the nodes), which updates P and Q in turn and
+    compresses from step 100 on; Householder QR instead of Gram-Schmidt, for the same span; columns that have vanished
+    are redrawn.
     """
 
     contractive = True  # as of `Codec`

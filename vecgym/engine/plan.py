@@ -599,7 +599,7 @@ def settle_threads() -> None:
 
     `vecgym` sets this in the environment, which torch reads when it is loaded. If torch was loaded before, something
     else has the same effect: GNU's OpenMP stops spinning in a process with more threads than the machine has cores.
-    So that many idle threads are started here. No bit depends on how threads wait.
+    Therefore as many idle threads are started here. No bit depends on how threads wait.
     """
     global _settled
     busy, cores = programs_running() - 1, os.cpu_count() or 1
@@ -632,8 +632,8 @@ def keep_memory() -> None:
     """Let glibc's allocator keep up to 64 MiB of freed memory on its heap, from one step to the next.
 
     It gives free memory back to the system from twice the size of the largest mapped block that was ever freed, up to
-    32 MiB; the next step then faults in all its pages anew, which is 7 % of the time of a small GPT. So that such a
-    block is freed here; none of its pages was touched.
+    32 MiB; the next step then faults in all its pages anew, which is 7 % of the time of a small GPT. Such a
+    block is therefore freed here; none of its pages was touched.
     """
     torch.empty(MAX_TENSOR_BYTES, dtype=torch.uint8)
 

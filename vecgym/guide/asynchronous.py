@@ -1,7 +1,7 @@
 """Asynchronous training: nodes that do not wait for the slowest
 
 When nodes differ in speed, a synchronous algorithm goes at the pace of the slowest. An asynchronous one lets every node
-train in rounds of its own, and a server take what arrives:
+train at its own pace, and a server handles what arrives:
 
 >>> import torch
 >>> from vecgym import Trainer
@@ -16,7 +16,7 @@ train in rounds of its own, and a server take what arrives:
 >>> trainer.timeline()
 AsyncTimeline(8 updates by 4 nodes: 15 s, 100.0 % computing)
 
-Who meets which version of the server's parameters depends on how long each node computes, `compute=`, and on how long
+Which version of the server's parameters a node gets depends on how long each node computes, `compute=`, and how long
 its messages take, `network=` (nothing, without one). Both are those of `vecgym.guide.clock`: seconds a step, of each
 node, constant or drawn.
 
@@ -25,13 +25,13 @@ node, constant or drawn.
 Node i begins a round from the server's parameters of version v. It makes H_i steps of its own inner optimizer, whose
 state stays on the node, and sends its movement Delta_i = start_i - theta_i. When that arrives, the server is s versions
 further: the *staleness*. Of every `buffer` arrivals the server makes one update of the mean of w(s_i) Delta_i, a new
-version. Then the node is sent the server's parameters, and begins again. Arrivals of one time (to 12 digits) go by the node's id, and
+version. Then the node is sent the server's parameters, and begins again. Simultaneous arrivals (to 12 digits) go by node id, and
 all of them are taken before any of these nodes is sent parameters.
 
 - `staleness`: w(s) is 1 ("none"), (1 + s)^(-1/2) ("inverse_sqrt"), or a function of yours.
 - `dylu=True`: H_i in proportion to the node's speed, so that rounds take about equally long. `local_steps=[...]` says
   H_i of each node.
-- `max_wait`: the first to arrive when nobody waits opens a window of so many seconds. Who arrives in it waits, and all
+- `max_wait`: a node that arrives while none waits opens a window of so many seconds. Nodes arriving in it wait, and all
   of them begin again together when it closes: with `grace="full"` when its time is over or all nodes wait, with
   `grace="until_last"` at the last arrival in it, which only a simulation can know.
 - `delay_threshold=R` (Ringmaster ASGD): movements that are R versions late or more make no update. They are in the
@@ -79,9 +79,9 @@ FedAsync, theta <- (1 - a) theta + a theta_i with a = 0.6 (1 + s)^(-1/2) (Xie et
 - `DecoupledDiLoCoStrategy(quorum=..., fragments=...)`: nodes never stop. The server merges each fragment of the model
   when a quorum has sent it. Rows are updates of fragments.
 
-All that follows is true of them as well.
+All that follows applies to them, too.
 
-Each has its rules, and how it deviates from its paper, in its docstring.
+The docstring of each has its rules and its deviations from the paper.
 
 ## Nodes that fail and come back
 
@@ -112,7 +112,7 @@ merged: the seconds of these steps, divided by K times the seconds of the run. O
 >>> round(timeline.goodput, 2), round(timeline.utilization, 2)
 (0.44, 0.81)
 
-So a node that computes need not help: what it does after it has sent a fragment, and before it merges what comes back,
+So a node that computes need not help: its work between sending a fragment and merging the server's answer
 is overwritten (`alpha=0`). That is here two steps of four, and otherwise at least `overlap` of H steps. With several
 fragments, each has messages of its own, and counts by its bytes.
 

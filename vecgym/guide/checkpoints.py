@@ -38,14 +38,14 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
   file is reported, and the next older one is used; values that somebody has edited are not recognised. A pipe or
   device of that name is never opened. If the disk is full, the run warns and continues.
 - **What must match.** Strategy, model, K, seed, batch size, `shuffle`, `autocast`, `collate_fn` and `availability` (with its
-  `compute`) are checked, in asynchronous runs also `compute` and `network`; a different one is refused with the difference.
+  `compute`) are checked, in asynchronous runs also `compute` and `network`; a mismatch is refused, and the error names it.
   Other data of the same length only causes a warning. More steps are refused only where the learning rates
   depend on their number (`"cosine"`): give such a schedule its own length,
   `lr_scheduler=vecgym.optim.schedule.lambda_cosine(max_steps=1000, cosine_anneal=True)`, or give all `max_steps` and
   end earlier (`stop=`, `max_seconds=`, `max_bytes=`). A new run in the folder of another is refused.
-- **One run at a time.** While a run goes on it holds the folder, by a lock on the file `.run.lock`. Another that is begun
-  there meanwhile is refused, and told which process holds it. The lock ends with its process, however that ends. A file
-  system without locks guards nothing.
+- **One run at a time.** A run holds a lock on its folder, the file `.run.lock`. A second run that is started
+  there is refused; the error names the process that holds it. The lock always ends with its process. A file
+  system without locks gives no protection.
 - **What may change.** Engine, chunk and micro-batch size, device and number of processes may change; a warning says
   that the last bits will. Loggers, evaluation, and anything else that does not affect training may change freely.
 - **Processes.** The first process writes one file with the state of all nodes. Any number of processes, or none, can
@@ -70,7 +70,7 @@ Checkpoints and `sweep(resume=)` compare what a run is given, and a little of wh
 The loss is that of node 0's first batch, by the plain module in eval mode. Every checkpoint has it at its own
 parameters, for one forward pass, so another initialisation, engine or chunk resumes, and a changed model or loss is
 found; on another device, a warning says so. A sweep has it once for each distinct model, at its initial weights; its
-grid may have grown, and the rows of the file are found by what they are. If the batch is another one, or the model has no
+grid may have grown, and the rows of the file are found by their settings. If the batch is another one, or the model has no
 loss in eval mode, it is not compared.
 
 **A changed function that leaves all of these alone is not noticed**: other `param_groups` of the same name, say, or a

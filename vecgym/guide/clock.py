@@ -61,8 +61,8 @@ From Python:
 >>> required_H("150M", "diloco", num_nodes=8, network=network, compute=Compute(0.6), utilization=0.9)
 1277
 
-`prices.rows` has the numbers, `prices.plot("price.png")` the figure. The table compares time only. How much less a step
-learns with a larger H or tau is what a run is for: the page `vecgym.guide.results` compares strategies at equal times.
+`prices.rows` has the numbers, `prices.plot("price.png")` the figure. The table compares time only. Only a run shows how
+much less a step learns with a larger H or tau: the page `vecgym.guide.results` compares strategies at equal times.
 
 ## A run that was recorded
 
@@ -128,14 +128,14 @@ where both directions of each link are drawn at random, tenfold apart, 23 %.
 
 ## Messages
 
-Every message pays the latency, so it matters in how many of them an exchange goes. Its tensors are joined, from the
+Every message pays the latency, so the number of messages in an exchange matters. Its tensors are joined, from the
 last parameter on: a message is complete with the tensor that takes it to `Network(bucket_bytes=25 * 2**20)` or beyond.
 `math.inf` makes one message of an exchange, the best case; 0 one of each tensor, as EXO Gym, diloco-sim and torchft
-send by themselves. Gradients go as torch's DistributedDataParallel sends them, the first message at 1 MiB: of 75
+send by default. Gradients go as torch's DistributedDataParallel sends them, the first message at 1 MiB: of 75
 tensors of 8.1 MB, 20 messages. Each fragment of Streaming DiLoCo has messages of its own.
 
 Messages follow one another, as with NCCL and in synchronous calls. torch's DistributedDataParallel on gloo has two
-under way, which `all_reduce="gloo"` knows of gradients. This is 8 nodes' exchange in every step, 100 Mbit/s, 80 ms:
+in flight, which `all_reduce="gloo"` models for gradients. This is 8 nodes' exchange in every step, 100 Mbit/s, 80 ms:
 
 >>> import math
 >>> from vecgym.strategy import AllReduceStrategy
@@ -166,7 +166,7 @@ of the parameters; each parameter counts as a layer, with a share by its size or
 - It is needed by the next forward pass of its layer, or, if it is used `lag` steps later, by the one so many steps
   later.
 - A collective begins when the last of its participants is there: with islands, of each island; in gossip, each node
-  waits for its neighbours only. A message from node to node leaves when its sender is ready, and its last one is there.
+  waits for its neighbours only. A message from node to node leaves when its sender is ready and the one before arrived.
 - `Compute(..., overlap=False)`: nothing overlaps.
 
 What a code sends (top-k, quantised values) is shared among its messages by the parameters' sizes. Transfers of tensors
@@ -188,7 +188,7 @@ nodes are equally fast; `utilization` and `per_node` do not distinguish resting 
 >>> round(timeline.utilization, 2), timeline.per_node.waited[-2:]  # of a fast node, and of the slow one
 (0.48, tensor([10.8000,  2.8000], dtype=torch.float64))
 
-How often to exchange, with so many seconds for a run: as often as there is time for.
+How often to exchange, if the time for a run is given: as often as it allows.
 
 >>> def seconds(H):
 ...     ledger = vecgym.dry_run(Line(), DiLoCoStrategy("sgd", H=H), num_nodes=8, max_steps=20)
@@ -270,7 +270,7 @@ with that link.
 | 4 MiB | 1000 | 20 | switch | 40.5 | 1001 | 0.17 | 0.274 | 0.268 | 0.98 |
 | 16 MiB | 1000 | 20 | switch | 40.5 | 1001 | 0.321 | 0.597 | 0.584 | 0.98 |
 
-With 20 ms the textbook's ring is not what gloo does. Gloo's chunks go in two or more segments, two under way, and the
+With 20 ms gloo differs from the textbook ring. Gloo's chunks go in two or more segments, two under way, and the
 receiver asks for each: a latency there, one back. Large messages hide some of that beside others' segments, small ones
 take twice as long as in a ring. DDP's two messages under way win that back. So price for `torch.distributed` on CPUs
 with `all_reduce="gloo"`; without latency the two are equal. (Left out: without latency, single messages of 1 MiB and
@@ -278,14 +278,14 @@ more are within 8 %, those of 64 KiB, of which tbf lets 128 KiB pass at once and
 own, are not.)
 
 The figures are medians of 3, on 2 cores of an AMD EPYC that other programs kept busy (load 5 to 12), for which the
-benchmark's processes ran in real time; torch 2.13.
+benchmark's processes had real-time priority; torch 2.13.
 
 ## What it costs
 
-Steps are priced one after the other, without exchange many at once. Where a step moves all times, of nodes and links, by
-the same amount and nodes always compute for as long, the steps like it are multiplied: 10,000 steps of 64 nodes with an
-exchange in each take 0.05 s of a processor then, and 1.1 s where times are drawn anew. A dry run makes one of all equal
-exchanges, and so 100 billion parameters on 128 nodes for 200 steps take 0.01 s (independent nodes) to 0.05 s (DiLoCo), or
+Steps are priced in turn, those without an exchange many at once. Where a step moves all times, of nodes and links, by
+the same amount and compute times are constant, all equal steps are one multiplication: 10,000 steps of 64 nodes with an
+exchange in each take 0.05 s of a processor then, and 1.1 s where times are drawn anew. A dry run makes equal
+exchanges once: 100 billion parameters on 128 nodes for 200 steps take 0.01 s (independent nodes) to 0.05 s (DiLoCo), or
 6 s where each step draws coordinates (SPARTA), with 250 MB in all, of which 243 are Python's and torch's own. The
 README's `vecgym price` takes 1.9 s beyond torch's import (medians of 3: `python benchmarks/clock.py`).
 """

@@ -25,8 +25,8 @@ Weights & Biases.
 
 ### Where EXO Gym differs
 
-A run does what EXO Gym's documents and arguments say. It does not repeat EXO Gym's results to the last bit: these are
-those of mistakes, too, and of an order of the data that never changes. Here is what differs. On macOS, the workers of a
+A run does what EXO Gym's documents and arguments say. It does not repeat EXO Gym's results to the last bit: these show
+the effects of mistakes, too, and of a data order that never changes. Here is what differs. On macOS, the workers of a
 `DataLoader` are new interpreters, which do not know `exogym`: there, put dataset classes into a module that does not
 import it.
 

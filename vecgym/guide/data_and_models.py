@@ -28,7 +28,7 @@ Any other module is given with its loss: a function of the module and a batch, w
 Linear(in_features=20, out_features=1, bias=True)
 
 - It may return a dict, `{"loss": ..., "accuracy": ...}` of scalars, whose other entries validation records
-  (`vecgym.guide.results`), and takes the place of the module's `val_metrics`, too.
+  (`vecgym.guide.results`), which then replace the module's `val_metrics`.
 - Where the loss is a mean over something else than examples, such as tokens of which some have the label -100, it says
   over how many: `{"loss": loss, "weight": (labels != -100).sum()}`. The parts of a batch (`gradient_accumulation`,
   `minibatch_size`, `max_memory_usage`) are then weighted by it, so that they give the gradient of the whole batch; so are
@@ -47,8 +47,8 @@ Linear(in_features=20, out_features=1, bias=True)
 
 - Batch norm keeps separate statistics for each node. They are not exchanged during a run, and averaged at its end.
 - Dropout differs between nodes and is reproducible: random numbers of torch's, numpy's and Python's global generators
-  depend on the run's seed, the step and the node, and these generators are left as they were. Who draws from numpy or
-  Python (mixup, LayerDrop) takes the loop.
+  depend on the run's seed, the step and the node, and these generators are restored. Models that draw from numpy or
+  Python (mixup, LayerDrop) take the loop.
 - Tied weights stay tied, frozen parameters stay frozen, and parts in eval mode (a frozen batch norm, a teacher) stay in
   it. A model that is itself in eval mode is trained in training mode.
 - Weights are tied by one parameter object in several places, `self.dec.weight = self.enc.weight`, or by computing in
@@ -132,7 +132,7 @@ a model is evaluated in the form in which it is trained. Autocast gives layers a
 With a small model, most of a step is not arithmetic: it is Python, vmap and autograd. So `"auto"` writes down which
 operations `vmap` calls, once for each shape of a batch, and then calls these (`"recorded"` in the settings). Every bit
 is that of `"vmap"`: gradients, losses, buffers, and the masks of dropout. It does so for at most 100,000 parameters a
-node in runs of 50 steps and more, and up to 200,000 in runs of 200 and more, where it is at least 5 % faster, and where a forward does the same in every step. To
+node in runs of 50 steps and more, and up to 200,000 in runs of 200 and more, where it saves 4 to 8 %, and only if a forward does the same in every step. To
 be sure of that, it reads the code of the forward. A shape that is rare, such as an epoch's last batch, is written down
 at its 50th step. `vmap` computes, and the reason is in the settings, for a forward that
 
@@ -160,8 +160,8 @@ had a gradient.
 `compile=True` compiles the gradients of all nodes with `torch.compile`. That takes 10 to 60 seconds and a C++ compiler;
 `history.settings["engine_reason"]` says how long it took, and after how many steps that is earned. The compiled
 gradients of the first batch are compared with those of `vmap`. A model that cannot be traced whole, or whose compiled
-gradients differ by more than rounding, runs uncompiled, with a warning that says why. Of a model, a part, a method or a
-`loss_fn` that you have given to `torch.compile`, the original is taken, and `fit` returns that. `vecgym run` takes it as
+gradients differ by more than rounding, runs uncompiled, with a warning that says why. If a model, a part, a method or a
+`loss_fn` is already compiled by `torch.compile`, the original is trained and returned. `vecgym run` takes it as
 `--set compile=True`. On a CPU a model of less than 30 MFLOP in a step of all nodes keeps the recorded list of its
 operations, at most 64, which is as fast (`help(vecgym.guide.performance)`); `engine="vmap"` compiles it all the same. The optimizer's
 step is not compiled: for the models in `benchmarks/` that gained nothing. On CUDA the compiled gradients are recorded as a

@@ -32,7 +32,7 @@ tests, gradients equal finite differences to 1e-6 for every strategy and every n
 gradient 0.
 
 - `segments=32` stores the state between 32 parts of the run only, and computes each part again in the backward pass.
-- `vecgym.rollout_jvp` is forward mode: the derivative by one number, with memory that does not grow with the run.
+- `vecgym.rollout_jvp` is forward mode: the derivative with respect to one number, in constant memory.
 - `torch.func.grad`, `hessian` and `jvp` work over `rollout`, and `torch.autograd` can be applied repeatedly.
 
 ## Many runs at once

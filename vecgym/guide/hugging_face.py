@@ -76,8 +76,8 @@ GPT2LMHeadModel {0: 85.4, 20: 40.2, 40: 29.3, 60: 27.0}
 'import s etes   sa ee aatea eee'
 ```
 
-- **The length of a cosine is what keeps a run from going on.** `lr_scheduler="cosine"` is laid out over `max_steps`, so
-  with more steps the rates of the steps already taken would have been others, and the checkpoint is refused. Give the
+- **A cosine schedule fixes the length of a run.** `lr_scheduler="cosine"` is laid out over `max_steps`, so
+  with more steps the rates of the steps already taken would have differed, and the checkpoint is refused. Give the
   cosine its length, as here; beyond it the rate stays at its last value. Or give all steps at once, `max_steps=60`, and
   end earlier with `stop=lambda row: row["step"] == 40`.
 - **The result is the module's own class**, with its configuration: `save_pretrained`, `generate` and all else work, and
@@ -87,20 +87,20 @@ GPT2LMHeadModel {0: 85.4, 20: 40.2, 40: 29.3, 60: 27.0}
   one length, or cut windows as here. A `loss_fn` returns `module(**batch).loss`, not `module(**batch)`: the logits are
   neither a loss nor a metric.
 - **The weight is the number of tokens of which the loss is the mean**: the labels that are not -100, without the first
-  of each example, which a causal model does not predict. With it `gradient_accumulation=2` is the batch to rounding, and
+  of each example, which a causal model does not predict. With it `gradient_accumulation=2` equals the whole batch, and
   `val_loss` the mean over the tokens, however many of them an example has. The nodes count alike, as in torch's DDP.
-- **Padding.** With an `attention_mask` in the batch, transformers looks whether it is all ones, which `vmap` cannot do: a
+- **Padding.** With an `attention_mask` in the batch, transformers tests whether it is all ones; `vmap` cannot do that: a
   message says so, and the nodes are computed one after the other. `attn_implementation="eager"`, in the configuration
-  or in `from_pretrained`, does not look. A causal model that is padded on the right needs no mask: labels of -100 there
+  or in `from_pretrained`, skips that. A causal model that is padded on the right needs no mask: labels of -100 there
   are enough.
 - **Mixtures of experts** compute all experts of a layer by a grouped product, of which `vmap` has no fast form: a message
   says so, and the nodes are computed one after the other. With `experts_implementation="batched_mm"` in
   `from_pretrained`, or `config._experts_implementation`, they run in one call.
 - Otherwise GPT-2 and Llama run in one `vmap` for all nodes (`trainer.history.settings["engine"]`). `compile=True`
-  compiles Llama; of GPT-2 it says that a logger of transformers is in the way.
+  compiles Llama; for GPT-2 it reports that a logger of transformers prevents it.
 - A pretrained model is `GPT2LMHeadModel.from_pretrained("gpt2")` in place of the one that is made here.
   `vecgym.estimate_memory(model, strategy, 4, 8, dataset, loss_fn=loss_fn)` says what 4 nodes of it take.
 - Models with dropout (GPT-2 has 0.1) are in training mode while they train, also from `from_pretrained`, which returns
-  them in eval mode. If only a part of the model is in eval mode, that part stays so. `fit` returns the modes that yours
-  has: call `averaged.eval()` before you sample from it.
+  them in eval mode. If only a part of the model is in eval mode, that part stays so. The result keeps the modes of your
+  model: call `averaged.eval()` before you sample from it.
 '''

@@ -5,7 +5,7 @@
 - Seconds on a network are computed from what was sent (`vecgym.guide.clock`). In the model nothing is lost or sent
   again, links have no other traffic, and headers take nothing.
 - A node is never split over devices, and all nodes of a process are in its memory at once.
-- About 1 ms of a step is spent in Python. AllReduce takes 1.5 times as long as one big batch on the tiny MLP, 1.3 times
+- Python takes 0.5 to 1 ms of a step. AllReduce takes 1.4 times as long as one big batch on the tiny MLP, 1.1 times
   on the MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model: see
   `vecgym.guide.performance`.
 - A mean of bfloat16 or float16 is summed in float32 and rounded once. Rings round at every hop, and their errors grow with

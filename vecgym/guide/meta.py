@@ -38,15 +38,15 @@ The numbers have names, and the strategy is a function of them:
   strategy as `[T, 1]`, one for each step. Where a strategy counts exchanges and not steps (the outer rate with a plain
   `H=12`), give it the rows of the exchanges: `outer_lr=n.outer_lr[11::12]`.
 - `Exchanges` is when to exchange, for an `H` or a `sync_weight`. Always the same number of whole exchanges, so that bytes
-  stay what they are; what is learned is how densely they lie. Forward nothing is relaxed, and nothing is rounded in the
-  end; backward, the derivative is that by the weight of an exchange. The last one follows the last step unless
+  stay what they are; what is learned is how densely they lie. In the forward pass nothing is relaxed or rounded; in the
+  backward pass the derivative is that in the weight of an exchange. The last one follows the last step unless
   `at_end=False`: the loss is that of the mean of the nodes in any case.
 - `Mixing` is the matrix of a gossip strategy, one for all steps or one for each: it stays doubly stochastic, and keeps the
   links of the start.
 - The loss is that of the mean of the nodes on `val_size` held-out examples; on so many of each node, all weighing the
   same, if `runs` gives a function of the node for validation.
 - `max_steps=[48, 96, 192]`: several lengths take turns, and each knot becomes a + b log T.
-- `seconds=60` instead of `steps`. With `steps`, a seed gives the same bits. `checkpoint="learned.pt"` can be gone on from,
+- `seconds=60` instead of `steps`. With `steps`, a seed gives the same bits. `checkpoint="learned.pt"` can be resumed from,
   and on Ctrl-C the result so far is returned.
 
 Whatever takes derivatives in `vecgym.rollout` can be learned: learning rates, momenta, betas, weight decay, `sync_weight`,
@@ -89,7 +89,7 @@ of a 95 % interval:
 | a late window | +0.012, +0.012, +0.013 ± 0.003 | +0.005, +0.009, +0.009 ± 0.003 | +0.008, +0.008, +0.009 ± 0.002 |
 | random times | +0.019, +0.020, +0.021 ± 0.005 | +0.008, +0.012, +0.004 ± 0.003 | +0.016, +0.014, +0.016 ± 0.004 |
 
-Numbers learned for 96 steps hold for twice the nodes, and for little in runs three times as long: give these among the
+Numbers learned for 96 steps hold for twice the nodes, but gain little in runs three times as long: add these to the
 lengths in `max_steps`.
 
 ![The inner rate rises and falls, the outer rate and the momentum peak after two thirds of the run, and the exchanges lie denser in its second half](../../notebooks/figures/meta.png)
@@ -99,7 +99,7 @@ to 0.6 of it in the second; the outer rate and the momentum peak after two third
 denser in the second half. Which of the four earns the gain? One of them was left free, the others were tuned constants: the
 loss is lower than with constants alone by 0.010 (the inner rate), 0.008 (the outer rate), 0.007 (the momentum) and 0.006
 (the times), on the average of the seeds; all four together give 0.015. So *how strongly* to step matters more than *when* to
-exchange: alone, the inner rate earns two thirds of the gain, and the times a third.
+exchange: alone, the inner rate earns two thirds of the gain, the times two fifths.
 
 A character GPT (2 layers of width 64, 8 nodes, 300 steps with 12 exchanges; `--cases gpt --seconds 900 --rivals constants
 --runs 16 --seeds 0`) gets 6 steps of 4 runs in 15 minutes of one core. They lower the loss on 16 unseen runs by
@@ -110,10 +110,10 @@ worse than their start (2.007): it takes more than 15 minutes here.
 ## The estimator
 
 Through smooth runs, the gradient has far less variance than evolution strategies: pairs of runs with all coordinates moved
-a little, once forth and once back, which need no derivative. Where runs are close to chaos (SGD at a rate of 1.0) a
+a little, once in each direction, without a derivative. Where runs are close to chaos (SGD at a rate of 1.0) a
 gradient through hundreds of steps explodes, and the pairs still work. `estimator="auto"` measures the variance of both
 times their seconds at first, and again every 32 steps of a length, and takes the better one; `learned.rows` has which.
-(With `steps` in place of `seconds` it counts nominal seconds, for the sake of the bits. A single run has no variance: it
+(With `steps` in place of `seconds` it counts nominal seconds, which are reproducible. A single run has no variance: it
 is compared with itself at coordinates nearby.) A run without a finite gradient counts as 0, and none for
 more than ten times the median; no pair counts for more than the loss of an untrained model.
 

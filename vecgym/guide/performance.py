@@ -6,7 +6,7 @@ processes of its own that took turns. The scripts in `benchmarks/` measure your 
 ## A training step
 
 Milliseconds per training step of all K nodes with DiLoCo (H=20, AdamW), 2 threads. Every alternative ran in a process of
-its own, and they took turns; medians of 5 to 9 blocks of 20 steps, with a load by others of 0.05 cores and less. *loop*
+its own, and they took turns; medians of 5 to 9 blocks of 20 steps; other processes used at most 0.05 cores. *loop*
 is what one would write instead: K plain modules with fused AdamW, one after the other, in a process that does not import
 vecgym. *fit* is a whole `Trainer.fit`, with data, history, ledger and progress bar; *compiled* the same with `compile=True`;
 *bare* the step alone. *big* is one model on all K batches at once, the lower bound for AllReduce. *floor* is what the
@@ -33,7 +33,7 @@ An evaluation computes as many batches in one call as it takes to make the Pytho
 to a tensor, and 32 MB of batches; each batch still has a loss of its own, whatever a model's loss is. Models that draw
 random numbers, runs with `exact=True` and the loop take them in turn.
 
-Where it is not fast: about a millisecond of a step is spent in Python, so AllReduce takes 1.5 times as long as *big* on the
+Where it is not fast: 0.5 to 1 ms of a step are spent in Python, so AllReduce takes 1.4 times as long as *big* on the
 tiny MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model. Convolutions run node after node, with
 the channels last in memory, which is why they are faster than in the plain loop.
 
@@ -45,7 +45,7 @@ their gradients, on two threads, were no faster (25.8 ms in place of 24.1).
 channels last. Compiling the optimizer's step as well changed nothing for either GPT, and the MLP.
 
 Nodes that may be absent: where all are present it costs nothing (1.00 and 1.01 times as long, DiLoCo and AllReduce, MLP,
-K=64). With a tenth absent a step takes as long as with a tenth of the nodes less, times 1.60 and 1.12
+K=64). With a tenth absent, a step takes 1.60 and 1.12 times as long as with a tenth fewer nodes
 (`python benchmarks/availability.py`).
 
 ## Recorded operations of small models
@@ -60,8 +60,8 @@ machine):
 | 512 | 102 | 2.06 | 1.64 | 1.25 x | 62 x |
 | 8 | 1.62 | 1.07 | 0.65 | 1.65 x | 2.5 x |
 
-The plain loop takes half as long on this processor as on the one of the tables. To write the operations down, compare and
-time them takes 11 to 25 ms at the start. The gradients of K = 8 take 0.15 ms in place of 0.50. Small models of all kinds earn
+The plain loop takes half as long on this processor as on the one of the tables. Recording the operations and comparing
+them takes 11 to 25 ms at the start. The gradients of K = 8 take 0.15 ms in place of 0.50. Small models of all kinds earn
 that back in 35 to 100 steps, so runs of fewer than 50 do without (of models with more than 100,000 parameters, fewer than
 200): a fit of six steps takes 36 ms in place of 83.
 
@@ -103,8 +103,8 @@ A list of recorded operations calls each of them from Python; compiled code has 
 nodes whose list has at most 64 operations. `history.settings["engine_reason"]` says so. Nothing is timed for that.
 
 Steps of whole fits of DiLoCo (AdamW, H = 10), ms of processor time, one thread, a process for each that took turns, medians
-of six blocks; 2 x AMD EPYC, on which ten others ran: the ratios hold, the times are for a busy machine. Before the rule, which
-would now keep the list where it is bold:
+of six blocks; 2 x AMD EPYC, beside ten other programs: the ratios hold, the times are for a busy machine. Before the rule,
+which would now keep the lists in bold:
 
 | model | K | MFLOP | operations | list | compiled | ratio |
 |---|--:|--:|--:|--:|--:|--:|
@@ -127,7 +127,7 @@ would now keep the list where it is bold:
 
 The same training in JAX 0.10 and optax: a jitted, vmapped step of all nodes and a call for each exchange, or one
 `lax.scan` over H steps with all examples on the device. Both sides compute the same losses, to 4e-16 in float64 (the GPT
-to 4e-9). ms per step, 2 threads of an AMD EPYC, medians of five rounds with half the distance of the quartiles at most 5 %
+to 4e-9). ms per step, 2 threads of an AMD EPYC, medians of five rounds with half the interquartile range at most 5 %
 (11 % for K = 8), load by others 0.02 cores (`python benchmarks/against_jax.py`):
 
 | | K | vecgym | JAX | JAX, scan | JAX / vecgym | scan / vecgym | scan catches up after, steps |
@@ -140,7 +140,7 @@ to 4e-9). ms per step, 2 threads of an AMD EPYC, medians of five rounds with hal
 | sweep of 32 tiny configurations | 8 | 2.65 | | 0.84 | | 0.32 | 451 |
 
 JAX compiles for 0.8 to 1.8 s first, vecgym starts in 0.02 to 0.09 s: hence the last column. The scan evaluates nothing,
-keeps the losses only, and cannot be stopped, logged or resumed within. A step of vecgym is some 40 calls of kernels and the
+keeps the losses only, and cannot be stopped, logged or resumed midway. A step of vecgym is some 40 calls of kernels and the
 Python between them, about 0.5 ms whatever the model; a compiled program has neither. A few tiny nodes, trained for long, are
 faster in JAX.
 
@@ -234,7 +234,7 @@ Under torchrun, 64 nodes of the MLP on W processes that share the two cores, in 
 
 On Linux, torch's threads (GNU's OpenMP) wait for one another in a busy loop of 3 ms by default. When other programs
 want the same cores, that keeps the cores from the very threads that they wait for. `import vecgym` therefore shortens
-the loop to 0.1 ms (`GOMP_SPINCOUNT=10000`); where the machine is busy already, and on macOS and Windows, they sleep at
+the loop to 0.1 ms (`GOMP_SPINCOUNT=10000`); where the machine is busy already, and on other systems, they sleep at
 once (`OMP_WAIT_POLICY=PASSIVE`). If your environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or
 `KMP_BLOCKTIME`), it stays so. torch reads it when it is imported. Where you import torch first, a run on a busy machine
 starts a few idle threads instead: GNU's OpenMP hardly spins in a process that has more threads than there are cores.

@@ -1,6 +1,6 @@
 r"""Recipes: eleven things that people come for, each in a few lines
 
-Each recipe runs as it stands, after these lines (the last line of a slide has the sweep of the recipe before it):
+Each recipe runs as it stands, after these lines (the last line of "Draw a slide" plots the sweep above it):
 
 >>> import tempfile, torch, vecgym
 >>> from vecgym import Trainer

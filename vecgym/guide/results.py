@@ -36,8 +36,8 @@ collective: its operation, bytes, and the nodes that took part.
 ## Metrics of a model
 
 If a model has a method `val_metrics(batch)`, validation calls it. (A `loss_fn` returns such a dict itself.) It returns a dict of scalars, which are means over
-the batch and include "loss"; if "weight" is among them, they are means over so many tokens, or whatever it counts, and
-count that much. They become the columns `val_NAME` (averaged model) and `val_NAME_local` (mean of the
+the batch and include "loss"; if "weight" is among them, they are means over so many tokens, or other units, and are
+weighted by it. They become the columns `val_NAME` (averaged model) and `val_NAME_local` (mean of the
 nodes). Like the forward pass, it runs for all nodes at once where `vmap` can. Functions of the mean loss go into a
 dict `loss_metrics`:
 

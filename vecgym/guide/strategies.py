@@ -22,7 +22,7 @@ The examples of this page use 8 nodes and a small classifier:
 ## The built-in strategies
 
 P parameters of b bytes, K nodes, N = K - 1 others; AR = 2 N / K · b · P is what each node sends in a ring all-reduce. A
-code goes to each of the others.
+code (compressed message) goes to each other node. A movement (pseudo-gradient) is a node's change since an exchange.
 
 | strategy | what the nodes exchange | bytes sent per node and step |
 |---|---|--:|
@@ -32,10 +32,10 @@ code goes to each of the others.
 | `FedAvgStrategy` | the mean of the parameters every H steps, over all nodes or random islands | AR / H |
 | ... with `participation=0.1` | each round, a new sample of nodes starts from the server's parameters and sends its own back | b · P / H per participant |
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
-| `SCAFFOLDStrategy` | the parameters and the mean gradient of each node's round, through a server: local steps on unlike data, and yet the optimum | 2 b · P / H per participant |
+| `SCAFFOLDStrategy` | the parameters and the mean gradient of each node's round, through a server: exact for non-IID data, with local steps | 2 b · P / H per participant |
 | `MimeStrategy` | the state of the server's optimizer, frozen within a round, and the mean gradient at its parameters; `lite=True` without the correction | 2 b · P / H per participant |
 | `FedNovaStrategy` | the nodes' movements, each divided by its amount of work: unequally many local steps, `local_steps=`, momenta, a proximal term | AR / H, and a number |
-| `FedDynStrategy` | the mean of the parameters; a linear and a quadratic term in each node's loss: unlike data, and yet the optimum | AR / H |
+| `FedDynStrategy` | the mean of the parameters; a linear and a quadratic term in each node's loss: exact for non-IID data | AR / H |
 | `ScaffnewStrategy` | the mean of the parameters where a coin says so; a correction of each gradient: the same | p · AR |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H; `"powersgd"`: 2 N / K times |
@@ -55,10 +55,10 @@ code goes to each of the others.
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 N p P |
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
 | `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |
-| `GradientTrackingStrategy` | the parameters and an estimate of the mean step, with the neighbours: unlike data, and yet the optimum | 2 degree · b · P |
+| `GradientTrackingStrategy` | the parameters and an estimate of the mean step, with the neighbours: exact for non-IID data | 2 degree · b · P |
 | `D2Strategy`, `ExactDiffusionStrategy` | the parameters, corrected by the last movement, with the neighbours: the same at half the bytes, in symmetric graphs | degree · b · P |
 | `QGMStrategy` | the parameters, with the neighbours; a momentum of what they then are | degree · b · P |
-| `RelaySumStrategy` | sums of all parameters, passed along the links of a tree: unlike data, and yet the optimum | AR |
+| `RelaySumStrategy` | sums of all parameters, passed along the links of a tree: exact for non-IID data | AR |
 | `MATCHAStrategy` | the parameters, along matchings of the graph that are drawn in each step | 2 b · P Σ p links / K |
 | `SGPStrategy` | shares of the parameters and of a weight, along directed links: push-sum | out-degree · b · P |
 | `CHOCOStrategy` | codes of the parameters' distance to an estimate that the neighbours have | degree times the code's |
@@ -76,10 +76,10 @@ the paper.
 >>> [(transfer.step, transfer.operation) for transfer in trainer.ledger]
 [(4, 'mean'), (9, 'mean')]
 
-## Clients with unlike data
+## Clients with non-IID data
 
-With local steps each node drifts towards the optimum of its own data, and at a constant rate their mean stops elsewhere
-than at the optimum of all. SCAFFOLD corrects each step by the difference between the mean gradient of all nodes and the
+With local steps each node drifts towards the optimum of its own data, and at a constant rate their mean stops away
+from the optimum of all. SCAFFOLD corrects each step by the difference between the mean gradient of all nodes and the
 node's own, so that theta reaches it, also with sampled clients. Here the loss is the square of the distance from each
 node's number times its weight, and the optimum is the weighted mean of 0, 1 and 3.25, which is 2:
 
@@ -98,7 +98,7 @@ node's number times its weight, and the optimum is the weighted mean of 0, 1 and
 FedAvgStrategy   1.592450
 SCAFFOLDStrategy 2.000000
 
-| nodes | reach the optimum of unlike data | stop near it |
+| nodes | reach the optimum of non-IID data | stop near it |
 |---|---|---|
 | in rounds | `SCAFFOLDStrategy`, `FedDynStrategy`, `ScaffnewStrategy`; `MimeStrategy` with plain SGD and all nodes | `FedAvgStrategy`, `FedNovaStrategy`, `MimeStrategy(lite=True)`, DiLoCo |
 | with neighbours | `GradientTrackingStrategy`, `D2Strategy`, `ExactDiffusionStrategy`, `RelaySumStrategy` | `GossipStrategy`, `QGMStrategy`, `SGPStrategy`, `CHOCOStrategy`, `MATCHAStrategy` |
@@ -225,7 +225,7 @@ its source was compared by eye. Defaults named *ours* have no source: choose the
 | ... with `delay_threshold` | 2501.16168 | a simulator of the authors: read | no default |
 | ... with `DelayedNesterov` | 2401.09135, algorithm 3 | utnslab/halos: numbers, within HALoS | lr and momentum DiLoCo's; buffer and c the paper |
 | ... with `FedBuff` | 2106.06639 | facebookresearch/FLSim: read; it sums the buffer, so its lr is ours / `buffer`, and divides the weights by that of the usual staleness | buffer the paper and FLSim's example; lr = 1 ours (FLSim's 0.001, its example's 0.7) |
-| ... with `MLA` | the code; openreview 4O8nzTkHPI | PanocularAI/panofabric-engine: read | the code |
+| ... with `MLA` | the code; openreview 4O8nzTkHPI | aaasif-isu/panofabric-engine, a third party's: read | the code |
 | ... with `HeLoCo` | the code; 2606.00271 | PanocularAI/panofabric-engine: numbers | the code and its example: lr 0.7, momentum 0.9, rho 1 / sqrt(K) |
 | `HALoSStrategy` | 2506.04531 | utnslab/halos: numbers | the code's script |
 | `ADPSGDStrategy` | 1710.06952 | none | ours |
@@ -240,7 +240,7 @@ Algorithms that are settings of these strategies (a test has each, written out i
 
 | name | here |
 |---|---|
-| SlowMo (1910.00643) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=alpha, momentum=beta), H)`; gamma is the inner learning rate |
+| SlowMo (1910.00643) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=alpha, momentum=beta), H)` for a constant inner rate gamma; `InInnerSteps(Mean(), OptimSpec("sgd", lr=alpha, momentum=beta))` for any |
 | BMUF (Chen and Huo, 2016) | the same, with lr = zeta and momentum = eta |
 | BMUF, Nesterov | the same, with `nesterov=True` |
 | Lookahead (1907.08610) | `DiLoCoStrategy(inner, OptimSpec("sgd", lr=alpha), H)` with one node |
@@ -251,7 +251,7 @@ Algorithms that are settings of these strategies (a test has each, written out i
 H may be a function, except where each node has rounds of its own (`AsyncStrategy`, `DecoupledDiLoCoStrategy`,
 `HALoSStrategy`, and with `local_steps=`): it is given the step at which a round begins, and gives the round's steps.
 DES-LOC needs `Hu` and `Hv`, too, then.
-It may also be an object of a class below, under "when": `QSR` sees the learning rate, by itself that of the strategy:
+It may also be an object of a class below, under "when": `QSR` sees the learning rate, by default the strategy's:
 
 >>> from vecgym.strategy import QSR
 >>> strategy = DiLoCoStrategy("adamw", H=QSR(alpha=5e-3, H=2, max_steps=20), lr=3e-3, lr_scheduler="cosine")
@@ -277,7 +277,7 @@ act in the order of the list:
 | when | `every=` a number of steps, a function that gives the length of each round, or `Rounds`, `RoundsOf`, `LateWindow` (only in the last part of the run), `QSR` (longer rounds at lower learning rates), or weights that can be differentiated (`SyncWeight`) |
 | how late | `delay=` steps; `late="value"` overwrites the nodes' values with the result, `late="change"` adds the change; a `SyncWeight` applies either in part |
 | which part | `fragments=` cuts the model into parts that are exchanged at different steps of a round; `private=` names layers that stay at home |
-| who | `participation=` a fraction of the nodes in each round, as many in each or, with `sampling="bernoulli"`, each by itself; `resting=`, the rule for the others; `lost=`, the probability that a message is lost |
+| who | `participation=` a fraction of the nodes in each round, as many in each or, with `sampling="bernoulli"`, independently; `resting=`, the rule for the others; `lost=`, the probability that a message is lost |
 | what a node keeps | `keep=` the share of its own value |
 
 `every(n, exchange)` lets an exchange count in units of n steps. Methods of `Compressed` are `"topk"`, `"chunktopk"`,
@@ -289,7 +289,7 @@ the error of each. DiLoCo in islands of four, with half of the nodes in each rou
 >>> exchange = Exchange(Outer(Compressed(Mean(island_size=4), TopK(0.05))), every=5, participation=0.5)
 >>> averaged = trainer.fit(Strategy("adamw", [exchange], lr=3e-3), num_nodes=8, max_steps=10)
 
-Differential privacy is three of these: movements are clipped, the server adds noise, and clients are drawn by themselves.
+Differential privacy is three of these: movements are clipped, the server adds noise, and clients are drawn independently.
 With `delta=1e-5` (`pip install vecgym[privacy]`) the history has the `epsilon` that this has spent; `vecgym.strategy.Private`
 says whom one has to trust, and what is not counted.
 

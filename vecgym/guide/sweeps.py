@@ -23,12 +23,12 @@ nodes, whose gradients are computed in one call. Exchanges stay within each conf
 24
 
 The model is a function of the seed, so that each seed has its own initial weights. If it is one module, all runs begin with
-its weights, and a warning says so: 95 % intervals over such seeds are many times too narrow, and contained the difference
-that other initial weights give in 2 of 12 sweeps of a small network, where those of a function did in all.
+its weights, and a warning says so: 95 % intervals over such seeds are many times too narrow. In 12 sweeps of a small
+network, 2 contained the difference that other initial weights give; with a function of the seed all 12 did.
 
 ![Left, validation loss against learning rate and H, 16 cells; right, the loss of the 16 configurations against bytes sent, means and ranges of 4 seeds, with the Pareto front](../../notebooks/figures/sweep.png)
 
-The figure shows 16 configurations of DiLoCo with 4 seeds each, on 8 nodes with unlike data: 512 nodes in one program.
+The figure shows 16 configurations of DiLoCo with 4 seeds each, on 8 nodes with non-IID data: 512 nodes in one program.
 Along the Pareto front the mean loss over the seeds falls from 1.22 to 1.02 for 10 times the bytes
 (`python benchmarks/figures.py --figures sweep`).
 

@@ -1,19 +1,19 @@
 """Findings that hold: published ones tried here, and an atlas of answers that only many runs give
 
-A reader trusts a simulator that finds again what others measured, and comes back to one that knows what nobody can guess.
+A simulator earns trust if it reproduces published results, and is worth using if it answers what nobody can guess.
 Each row below is one question, a file of at most 60 lines in `benchmarks/reproductions/` or `benchmarks/atlas/`. Its head
-has the setting, the claim with its source, or the answer that was expected, and the rule of the verdict, written before
-the first run. In eleven questions the setting was mended after a first answer (published 4, 7, 9, 10, 11, 17, 18; atlas 2,
+has the setting, the claim with its source or the expected answer, and the rule for the verdict, written before
+the first run. In eleven questions the setting was changed after a first answer (published 4, 7, 9, 10, 11, 17, 18; atlas 2,
 5, 6, 10), and in one the rule, which got a condition for UNDECIDED (published 10); the commits of the file say why.
 `python benchmarks/what_holds.py atlas/03` asks again, and `--page` draws the tables and figures of this page from the
 answers in `benchmarks/results/`.
 
 How each question was asked:
 
-- Every arm is tuned over one grid, on seeds that are not compared. A best value at the end of a grid lengthens it. At
-  *gpt* a walk replaces the whole grid (except in published 3, 6, 11, 16 and atlas 1, 12): it goes from the middle to the
+- Every arm is tuned over one grid, on seeds that are not compared. A best value at the end of a grid extends it. At
+  *gpt* a local search replaces the whole grid (except in published 3, 6, 11, 16 and atlas 1, 12): it goes from the middle to the
   best of the points beside it, until none of these has a lower mean over the two seeds.
-- The arms meet on 8 other seeds, which vary the initial weights, the order of the data and its partition. A difference is
+- Arms compete on 8 other seeds, which vary the initial weights, the order of the data and its partition. A difference is
   a mean over pairs of runs with its standard error, in nats of the validation loss unless said: negative is better.
 - Two seeds choose the rates. Near the edge of stability they choose badly now and then, so that a difference below 0.02
   between arms with different best rates says little, whatever its standard error.
@@ -22,10 +22,10 @@ How each question was asked:
 
 Three scales: *tiny*, a network of 2,400 parameters on scikit-learn's digits; *text*, a character GPT of 17,000 parameters on
 the source of Python's library; *gpt*, one of 800,000 parameters. 200 steps on 8 nodes unless said. Empty cells: questions
-about classes of images, and those about a formula or a clock, have no *text*; of *gpt*, which takes half an hour to hours of
-a core a question, ten of 32 were asked. All three are small. A DISAGREES means that the finding does not hold *here*, and
+about classes of images, and those about a formula or a clock, have no *text*; *gpt* takes half an hour to several hours of
+a core a question; ten of 32 were asked. All three are small. A DISAGREES means that the finding does not hold *here*, and
 not that it was wrong where it was made: what was measured with 100 million parameters over 100,000 steps may need these.
-It does mean that the finding is no law.
+It does mean that the finding is not universal.
 
 ## Published findings
 

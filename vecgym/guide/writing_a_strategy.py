@@ -77,8 +77,8 @@ writes over the values that it holds by then. So late fragments need no further 
 >>> late = Exchange(Elastic(Mean()), every=10, delay=2, fragments=3)
 
 The result of a stage with a `write` differs between nodes for every stage around it: an `Outer` around an `Elastic` keeps K
-outer states, an `Elastic` around an `Outer` one. `memory.home["params"]` is a name with a meaning: from parameters that are kept
-there once for all, a node begins that returns with `rejoin="shared"`.
+outer states, an `Elastic` around an `Outer` one. `memory.home["params"]` is a reserved name: a node that returns with
+`rejoin="shared"` begins from parameters that are kept there once for all.
 
 ## A strategy
 

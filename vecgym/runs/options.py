@@ -268,7 +268,7 @@ class Training(Options):
         num_epochs: passes over the data, unless `max_steps` is given.
         max_steps: optimizer steps; the data repeats as needed.
         batch_size: examples per node and step; a node that has fewer uses all of them. Each node's loss is the mean
-            over its own examples. All nodes take the same number of steps, except with `availability`.
+            over its own examples. All nodes take equally many steps, except with `availability`, `local_steps`.
         minibatch_size: examples computed at a time, with gradients accumulated; must divide `batch_size`. The parts
             count by their examples, or by the "weight" that `loss_fn` returns.
         shuffle: a new order in each epoch.

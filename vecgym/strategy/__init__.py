@@ -5,10 +5,10 @@
   LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy, SparseLoCoStrategy, DSMStrategy,
   EDiTStrategy
 - Decentralised, besides GossipStrategy: GradientTrackingStrategy, D2Strategy, ExactDiffusionStrategy, and in trees
-  RelaySumStrategy, which reach the optimum of unlike data; QGMStrategy, with a momentum; SGPStrategy, in directed
+  RelaySumStrategy, which reach the optimum of non-IID data; QGMStrategy, with a momentum; SGPStrategy, in directed
   graphs; CHOCOStrategy, with codes; MATCHAStrategy, along random matchings
 - Federated, besides FedAvgStrategy: SCAFFOLDStrategy, MimeStrategy, FedDynStrategy and ScaffnewStrategy, whose clients
-  with unlike data reach the optimum; FedNovaStrategy, for unequally many local steps
+  with non-IID data reach the optimum; FedNovaStrategy, for unequally many local steps
 - Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo, MLA;
   HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
   DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum

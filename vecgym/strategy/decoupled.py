@@ -98,8 +98,8 @@ class DecoupledDiLoCoStrategy(EventDriven):
     >>> [(row["sim_seconds"], row["fragment"], row["local_steps_total"]) for row in trainer.history.rows[1:]]
     [(2.0, 0, 2), (6.0, 0, 8), (10.0, 0, 13)]
 
-    Reference: "Decoupled DiLoCo", arXiv 2604.21428. Deviations: embeddings are not recognised, but named in `plain`;
-    nodes keep their shard of the data.
+    Reference: "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv 2604.21428. Deviations: embeddings are
+    not recognised, but named in `plain`; nodes keep their shard of the data.
     """
 
     nodes_have = "local"

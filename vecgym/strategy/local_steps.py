@@ -124,8 +124,9 @@ Chain(first=ChunkedTopK(k=64, chunk=64, over='senders'), second=StatQuantise(bit
 optim=OptimSpec(SGD, lr=1.0)), every=15))
 
     References: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706;
-    github.com/tplr-ai/templar. Deviations: an index takes as many bits as its chunk needs, fewer than 12 for a small
-    one; no nodes are left out of a round or weighted by their norms, as on an open network.
+    github.com/tplr-ai/templar. Deviations: a vector's chunk is as large as a matrix's (in templar's compress.py it has
+    at most 64 values, so that with k = 64 vectors are sent whole); an index takes as many bits as its chunk needs,
+    fewer than 12 for a small one; no nodes are left out of a round or weighted by their norms, as on an open network.
     """
 
     @takes_options(InnerOptions)
@@ -410,7 +411,7 @@ class DESLOCStrategy(Strategy, steady=True):
 
     With Hu < Hv, an averaged first moment can meet a second moment of 0, where a node's data has never given a
     gradient (a pixel, a token): the next step is lr u / eps. On digits with eps=1e-8 and lr=0.03, the defaults blew up
-    for 1 of 8 seeds with like data, and for 6 of 8 with two classes a node; eps=1e-4 or Hv <= Hu did not.
+    for 1 of 8 seeds with IID data, and for 6 of 8 with two classes a node; eps=1e-4 or Hv <= Hu did not.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given; one with the moments "exp_avg" and "exp_avg_sq".

@@ -268,9 +268,9 @@ class MLA(Server, batched=("lr", "momentum")):
     ({'w': tensor([-1.2500])}, {'momentum': {'w': tensor([0.5000])}})
 
     Reference: Ajanthan et al., "Momentum Look-Ahead for Asynchronous Distributed Low-Communication Training",
-    openreview 4O8nzTkHPI; the rule and the defaults are those of github.com/PanocularAI/panofabric-engine,
-    panoengine/decentralized/mla.py, where nodes begin from theta, as here. Nodes that begin where the momentum leads
-    are `HeLoCo`'s.
+    openreview 4O8nzTkHPI; the rule and the defaults are those of a third party, github.com/aaasif-isu/panofabric-engine
+    (0953c64), panoengine/decentralized/mla.py, where nodes begin from theta, as here. Nodes that begin where the
+    momentum leads are `HeLoCo`'s.
     """
 
     def __init__(self, lr: float | Tensor = 0.1, momentum: float | Tensor = 0.9) -> None:

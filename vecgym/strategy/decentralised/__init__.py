@@ -1,6 +1,6 @@
 """Decentralised algorithms: each node exchanges with its neighbours in a graph.
 
-`gossip` has the base of all, `Mix`, and plain gossip; `ad_psgd` averages in pairs at any time.
+`base` has the base class, `gossip` the average `Mix` and plain gossip; `ad_psgd` averages in pairs at any time.
 """
 
 from vecgym.strategy.decentralised.ad_psgd import ADPSGDStrategy

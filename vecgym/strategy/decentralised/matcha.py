@@ -181,7 +181,7 @@ class MATCHAStrategy(Strategy):
     drawn with probability p_j, the same draws on all nodes. The p_j maximise the second eigenvalue of sum_j p_j L_j,
     the connection of the mean graph, with sum_j p_j <= budget M of M matchings: links that hold the graph together are
     used more often. alpha minimises the norm of E[W^T W] - 11^T / K. With budget=1 each step uses the whole graph with
-    alpha = 2 / (lambda_2 + lambda_K): D-PSGD. As D-PSGD, it stops near the optimum of unlike data, not at it.
+    alpha = 2 / (lambda_2 + lambda_K): D-PSGD. As D-PSGD, it stops near the optimum of non-IID data, not at it.
 
     No state but the inner optimizer's. Bytes sent per node and step: 2 b P sum_j p_j |M_j| / K on average, |M_j| the
     number of links. The budget is one of matchings: where these have unlike numbers of links, it is not that part of

@@ -49,7 +49,7 @@ class SGPStrategy(Decentralised, batched=(), random=False):
     A_ij is the share of its values that node j sends to node i, or keeps: the columns of A sum to 1, and a node needs
     to know only how many it sends to. The node's parameters are z_i; sum_i w_i = K and sum_i x_i are kept by the
     exchange. In doubly stochastic graphs w_i stays 1 and is neither computed nor sent: that is `GossipStrategy`. With a
-    constant rate nodes of unlike data stop near the optimum, not at it, as in D-PSGD. The step at z_i is u_i / w_i: a
+    constant rate nodes with non-IID data stop near the optimum, as in D-PSGD. The step at z_i is u_i / w_i: a
     node of little weight needs a small rate.
 
     Memory per node: w_i and, if it is needed, the parameters before the step: b P. Bytes sent per node and step:

@@ -25,7 +25,7 @@ class QGMStrategy(Decentralised, batched=("momentum",), random=False, steady=Tru
     b_i = mu m_i + g_i;  d_i = b_i (heavy ball), or g_i + mu b_i (Nesterov);
     theta_i' = sum_j W_ij (theta_j - gamma d_j);  m_i <- mu m_i + (1 - mu) (theta_i - theta_i') / gamma.
 
-    m_i = 0 at first. The movement contains the average with the neighbours, so that momenta of unlike data do not drive
+    m_i = 0 at first. The movement contains the average with the neighbours, so momenta on non-IID data do not drive
     the nodes apart. At a constant gradient m_i tends to g / (1 - mu), as in SGD with momentum. With gamma = 0, at the
     beginning of a warm-up, m_i stays. It is no unbiased method: for a constant gamma the nodes stop where D-PSGD
     without momentum does, and with Nesterov's form where it does at (1 + mu) gamma.
@@ -48,8 +48,8 @@ class QGMStrategy(Decentralised, batched=("momentum",), random=False, steady=Tru
     QGMStrategy(OptimSpec(SGD, momentum=0.9, nesterov=True, lr=0.1), Exchange(Mix()), nesterov=True)
 
     Reference: Lin et al., "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data",
-    arXiv 2102.04761, algorithm 1, and github.com/epfml/quasi-global-momentum, decentralized_qg_sgd.py, with its
-    `factor` of 1 - mu. Deviation: the case gamma = 0.
+    arXiv 2102.04761, algorithm 1, and github.com/epfml/quasi-global-momentum, decentralized_qg_sgd.py, whose
+    `factor`, in place of 1 - mu, is 0.1 for every mu. Deviation: the case gamma = 0.
     """
 
     remembered = ("before", "momentum")

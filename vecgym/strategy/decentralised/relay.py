@@ -194,7 +194,7 @@ class RelaySumStrategy(Strategy):
     theta_i <- (z_i + sum_j M_ji + theta(0) m_i) / K, where m_i counts the nodes that it has not heard of yet.
 
     So theta_i is the mean of z_k(t - d_ik + 1), d_ik the number of links between them: each node counts once, whatever
-    the graph. Nodes of unlike data reach the optimum of the mean loss. Of two nodes, and with all in one place, this is
+    the graph. Nodes with non-IID data reach the optimum of the mean loss. With two nodes, or all in one place, this is
     the mean of all parameters after each step; on longer ways values are late, also of equal nodes.
 
     Memory per node: one message for each link, of the node with the most: max degree * b P; theta(0), once. Bytes sent

@@ -28,7 +28,7 @@ class GradientTrackingStrategy(Decentralised, batched=(), random=False, steady=T
     s_i = u_i + c_i;  theta_i <- sum_j W_ij (theta_j + s_j);  c_i <- sum_j W_ij s_j - u_i.
 
     So s_i <- sum_j W_ij s_j + u_i(new) - u_i(old), and the mean of the s_i is that of the u_i at every step. With
-    SGD and a constant rate, s_i = -gamma y_i with y_i <- sum_j W_ij y_j + g_i(new) - g_i(old). Nodes with unlike data
+    SGD and a constant rate, s_i = -gamma y_i with y_i <- sum_j W_ij y_j + g_i(new) - g_i(old). Nodes with non-IID data
     reach the optimum of the mean loss, where D-PSGD is biased. Since steps are tracked and not gradients, schedules,
     momentum and Adam need nothing else.
 
@@ -87,7 +87,7 @@ class D2Strategy(Decentralised, batched=(), random=False, steady=True):
     theta_i' = sum_j W_ij (theta_j + u_j + c_j);  c_i <- theta_i' - theta_i - u_i.
 
     With SGD and a constant rate this is the paper's theta(t+1) = W (2 theta(t) - theta(t-1) - gamma (g(t) - g(t-1))).
-    Nodes with unlike data reach the optimum of the mean loss, at the bytes of D-PSGD. A change of the rate leaves
+    Nodes with non-IID data reach the optimum of the mean loss, at the bytes of D-PSGD. A change of the rate leaves
     nothing behind, since the step itself is remembered and not its gradient.
 
     Memory per node: c_i, b P. Bytes sent per node and step: degree * b * P. With one node or `topology="complete"` and

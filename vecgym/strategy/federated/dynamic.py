@@ -68,7 +68,7 @@ class FedDynStrategy(Federated, batched=("alpha",), random=False, steady=True):
     h <- h - alpha (1 / K) sum_S (theta_i - theta);  theta <- mean_S theta_i - h / alpha.
 
     G_i and h are 0 at first, and h is the mean of all G_i at all times. Where all is at rest, theta_i = theta, G_i is
-    the gradient of node i, and h = 0: the optimum of the mean loss, with unlike data, few local steps and samples of
+    the gradient of node i, and h = 0: the optimum of the mean loss, with non-IID data, few local steps and samples of
     the nodes, too. A large alpha keeps the nodes near theta; a small one lets theta go far, and diverges sooner.
 
     | kept                   | shape    | bytes                             |

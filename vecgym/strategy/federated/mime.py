@@ -62,7 +62,7 @@ class MimeStrategy(Federated, batched=(), random=False):
 
     With SGD of momentum mu: step(g, m) = gamma (mu m + g), m <- mu m + c. Adam's count and bias correction are the
     server's, too: rounds. Lite: y_i <- y_i - step(g_i(y_i), s), and c is for s only. Nodes keep nothing from one round
-    to the next, so that clients may take part once only. With plain SGD theta reaches the optimum of unlike data, as
+    to the next, so that clients may take part once only. With plain SGD theta reaches the optimum of non-IID data, as
     in SVRG; lite stops near it. With H = 1, all nodes and eta = 1 both are data-parallel training with that optimizer.
 
     Cost: three gradients per local step, in lite two; a clock counts local steps only. Batch norm's statistics see all

@@ -27,7 +27,7 @@ class ScaffnewStrategy(Strategy, batched=(), random=True):
     x_i <- theta_i - gamma (g_i - h_i) at each step. One coin for all is thrown: with probability p,
     theta_i <- mean_k x_k and h_i <- h_i + (p / gamma) (theta_i - x_i); otherwise theta_i <- x_i.
 
-    h_i = 0 at first, and the sum of all h_i stays 0. At rest h_i is the gradient of node i: nodes of unlike data reach
+    h_i = 0 at first; the sum of all h_i stays 0. At rest h_i is the gradient of node i: nodes with non-IID data reach
     the optimum of the mean loss. With p = 1 this is gradient descent; p = 1 / sqrt(kappa), kappa the condition number,
     needs as few steps, up to a factor, and averages in a fraction p of them. No node waits: the rounds have random
     lengths, 1 / p steps in the mean.

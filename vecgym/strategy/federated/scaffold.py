@@ -22,7 +22,7 @@ from vecgym.strategy.servers import one_number
 
 
 class SCAFFOLDStrategy(Federated, batched=(), random=False, steady=True):
-    """Local steps whose drift is corrected: clients with unlike data reach the optimum of the mean loss.
+    """Local steps whose drift is corrected: clients with non-IID data reach the optimum of the mean loss.
 
     In a round each participant i of S begins with the server's theta, y_i = theta, and takes its steps
     y_i <- y_i - gamma_t (g_i - c_i + c). Then

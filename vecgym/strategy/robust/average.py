@@ -94,8 +94,8 @@ class Robust(Mean, batched=("nu", "tau", "clip")):
 
     References: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", arXiv
     1803.01498 (median, trimmed mean); Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient
-    Descent", NeurIPS 2017 (Krum); El Mhamdi et al., "Distributed Momentum for Byzantine-resilient Stochastic Gradient
-    Descent", ICLR 2021 (MDA); Pillutla et al., "Robust Aggregation for Federated Learning", arXiv 1912.13445 (geometric
+    Descent", NeurIPS 2017 (Krum); El Mhamdi et al., "Genuinely Distributed Byzantine Machine Learning", PODC 2020
+    (MDA); Pillutla et al., "Robust Aggregation for Federated Learning", arXiv 1912.13445 (geometric
     median); Karimireddy et al., "Learning from History for Byzantine Robust Optimization", arXiv 2012.10333 (centred
     clipping), and "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", arXiv 2006.09365; Allouah et
     al., "Fixing by Mixing", arXiv 2302.01772 (nnm); Bernstein et al., "signSGD with Majority Vote", arXiv 1810.05291.
