@@ -4,7 +4,7 @@
 # Guess before the run: for every layer of torch.nn that it supports, the mean of the per-example gradients is the gradient
 # that autograd gives; if a layer is wrong, it is one with an unusual argument, such as a padding mode.
 # Seen: with padding_mode "circular", "reflect" and "replicate" the mean of the per-example gradients of the weight is off
-# by a quarter to more than the half of the largest entry, in one, two and three dimensions: they are computed as if the
+# by a fifth to more than the half of the largest entry, in one, two and three dimensions: they are computed as if the
 # input were padded with zeros. DP-SGD trains with these gradients. The bias has right ones, so has padding with "zeros",
 # and with grad_sample_mode="functorch" all are right.
 set -euo pipefail
@@ -32,14 +32,12 @@ def gaps(layer, functorch):
 print("opacus", opacus.__version__, "torch", torch.__version__)
 for kind in x:
     for mode in ("zeros", "circular", "reflect", "replicate"):
-        if (kind, mode) == (nn.Conv3d, "reflect"):
-            continue
         torch.manual_seed(0)
         layer = kind(2, 3, 3, padding=1, padding_mode=mode)
         weight, bias = gaps(layer, functorch=False)
         print(f"{kind.__name__}, {mode}: weight off by {weight:.2f}, bias by {bias:.0e}")
         assert bias < 1e-4
-        assert weight < 1e-4 if mode == "zeros" else weight > 0.05, "it has changed"
+        assert weight < 1e-4 if mode == "zeros" else weight > 0.2, "it has changed"
         torch.manual_seed(0)
         assert max(gaps(kind(2, 3, 3, padding=1, padding_mode=mode), functorch=True)) < 1e-4, "the check itself is wrong"
 PYTHON

@@ -5,7 +5,7 @@
 # Guess before the run: the exponential average raises an error, since the count of batches is an integer.
 # Seen: the equal average raises. get_swa_multi_avg_fn() ends in a RuntimeError at the second update, "Integer division with
 # addcdiv is no longer supported"; get_ema_multi_avg_fn(0.9) truncates: the count stays 1 for ten updates, and is 20 after 30. With
-# use_buffers=False, the default, both work, and the statistics of batch norm are those of the last update.
+# use_buffers=False, the default, both work, and the count is that of the last update.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -19,9 +19,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 torch.manual_seed(0)
 
 
-def counts(function, updates):
+def counts(function, updates, use_buffers=True):
     net = torch.nn.BatchNorm1d(2)
-    average = AveragedModel(net, multi_avg_fn=function, use_buffers=True)
+    average = AveragedModel(net, multi_avg_fn=function, use_buffers=use_buffers)
     found = []
     for _ in range(updates):
         net(torch.randn(3, 2))
@@ -41,5 +41,7 @@ except RuntimeError as error:
     assert "addcdiv" in str(error), "another error now"
 else:
     raise SystemExit("the equal average works now")
+for function in (get_swa_multi_avg_fn(), get_ema_multi_avg_fn(0.9)):
+    assert counts(function, 30, use_buffers=False) == list(range(1, 31)), "the default has other counts now"
 PYTHON
 echo "As described."

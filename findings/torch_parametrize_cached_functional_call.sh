@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
 torch.manual_seed(0)
-layer, x = parametrizations.weight_norm(torch.nn.Linear(3, 3, bias=False)), torch.ones(2, 3)
+layer, x = parametrizations.weight_norm(torch.nn.Linear(3, 3)), torch.ones(2, 3)
 
 
 def scaled(by):
@@ -32,11 +32,13 @@ own = layer(x)
 with parametrize.cached():
     first, second = (functional_call(layer, scaled(by), (x,)) for by in (2, 3))
     own_inside = layer(x)
-print("outside:", torch.equal(*plain), "inside, second is first:", torch.equal(first, second))
-print("the module itself is the first call:", torch.equal(own_inside, first), "and not itself:", torch.equal(own_inside, own))
+weight_of_the_first = torch.allclose(second - first, layer.bias)  # 3 b - 2 b, and nothing else
+print("outside:", torch.equal(*plain), "inside, second has the first's weight:", weight_of_the_first)
+module_too = torch.allclose(first - own_inside, layer.bias)
+print("the module has the first call's weight, too:", module_too)
 assert torch.equal(first, plain[0])
 assert not torch.equal(*plain)
-assert torch.equal(second, first), "the second call has its own weight now"
-assert torch.equal(own_inside, first), "the module has its own weight now"
+assert weight_of_the_first, "the second call has its own weight now"
+assert module_too and not torch.allclose(own_inside, own), "the module has its own weight now"
 PYTHON
 echo "As described."

@@ -56,7 +56,7 @@ column "here" is empty, vecgym has nothing of the kind.
 | byzfl 0.0.11, `GeometricMedian` | makes three iterations from 0: of 1000, 1000, 1000, 1000, 1100 it returns 1001.4 | the same by default; `iterations=100` converges |
 | peft 0.21, the mean of two LoRA adapters | averages A and B apart: two adapters that add the same can have a mean that adds 0 | the same for A and B as parameters: merge the products |
 | JAX 0.10, `psum` under `vmap` | rounds every addition in bfloat16: 256 + 1 + 1 + 1 is 256, while `jnp.sum`, and `psum` of real devices under `shard_map`, give 260 | `Mean` gives 260; `Ring("bfloat16")` rounds at each hop |
-| opacus 1.6, a convolution with a `padding_mode` other than zeros | per-example gradients of its weight are those of padding by zeros: their mean is off by a quarter to a half of the largest entry. With `grad_sample_mode="functorch"` they are right | gradients are autograd's |
+| opacus 1.6, a convolution with a `padding_mode` other than zeros | per-example gradients of its weight are those of padding by zeros: their mean is off by a fifth to more than half of the largest entry. With `grad_sample_mode="functorch"` they are right | gradients are autograd's |
 | dp-accounting 0.6, batches of a fixed size | have 1.7 times the epsilon of Poisson sampling (100 of 10,000, noise 1, 1000 steps, delta 1e-5), where the noise is in units of the most that one example can change. That is twice the clipping norm if an example is replaced, not added: the same noise then has 10 times the epsilon | `Private` has both, by the exchange's `sampling=` |
 
 Sources: torch 2.13, `torch/distributed/algorithms/model_averaging`, `ddp_comm_hooks/powerSGD_hook.py`,
