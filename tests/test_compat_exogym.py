@@ -313,6 +313,21 @@ def test_a_users_zero_grad_keeps_gradients() -> None:
     torch.testing.assert_close(params(one), params(whole), rtol=1e-10, atol=1e-12)
 
 
+class Plain(Strategy):
+    """A strategy that leaves its optimizer to the option `optim_spec`, and its schedule to `super().step()`."""
+
+    def step(self) -> None:
+        self.optim.step()
+        super().step()
+
+
+@pytest.mark.parametrize("spec", ["sgd", OptimSpec(torch.optim.SGD)])
+def test_a_schedule_of_a_users_strategy_begins_by_itself(spec: Any) -> None:
+    trainer = fit(Plain(optim_spec=spec, lr_scheduler="cosine", warmup_steps=2), max_steps=4)
+    rates = trainer.history["lr"]
+    assert [rate / rates[2] for rate in rates] == pytest.approx([0.0, 0.5, 1.0, 0.55])
+
+
 class CallsTorch(Strategy):
     """Talks through torch.distributed itself."""
 
@@ -347,6 +362,11 @@ def test_calls_of_torch_distributed_inside_a_strategy() -> None:
 # ---------------------------------------------------------------------------------------------------------- options
 
 
+class Connected(Trainer):
+    def _build_connection(self) -> None:
+        raise AssertionError("there are no processes")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -354,6 +374,7 @@ def test_calls_of_torch_distributed_inside_a_strategy() -> None:
         (lambda: SPARTAStrategy(SGD, p=0.05), "p=0.05 has no effect: .* p_sparta"),
         (lambda: DiLoCoStrategy(SGD, p=0.05), "p=0.05 has no effect"),
         (lambda: Trainer(make_model("MLP"), dataset("MLP"), None, start_port=15000), "start_port=15000 has no effect"),
+        (lambda: Connected(make_model("MLP"), dataset("MLP"), None), "_build_connection is never called"),
         (lambda: fit(SimpleReduceStrategy(SGD), devices=[0]), "devices=.* has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), batch_size=5, minibatch_size=2), "use only 4 examples per step"),
     ],
@@ -368,6 +389,8 @@ def test_an_option_without_effect_warns(make: Callable[[], Any], message: str) -
     [
         (lambda: DiLoCoStrategy(SGD, h=5), "no argument 'h'; did you mean 'H'|no argument 'h'"),
         (lambda: SimpleReduceStrategy(SGD, maxnorm=1), "no argument 'maxnorm'; did you mean 'max_norm'"),
+        (lambda: DiLoCoStrategy(inner_optm="adam"), "no argument 'inner_optm'; did you mean 'inner_optim'"),
+        (lambda: fit(Plain()), "Plain has no optimizer: give it optim_spec="),
         (lambda: FedAvgStrategy(inner_optim=SGD, optim_spec=ADAMW), "twice"),
         (lambda: DiLoCoStrategy(SGD, OUTER, outer_optim="sgd"), "twice"),
         (lambda: SPARTADiLoCoStrategy(SGD, optim_spec=ADAMW), "twice"),

@@ -633,7 +633,7 @@ TRACKED = {
     "training/validation loss and accuracy": {"train_loss", "train_losses", "val_loss", "val_losses", "val_accuracy"},
     "communication volume and bandwidth usage": {"bytes_step", "bytes_total", "bytes_per_s"},
     "training speed and throughput": {"steps_per_s", "examples_per_s", "seconds"},
-    "memory usage and device utilization": {"memory_bytes"},
+    "memory usage": {"memory_bytes"},  # device utilization is not recorded, see the guide
     "hyperparameter evolution and learning rates": {"lr", "outer_lr"},
 }
 

@@ -52,6 +52,8 @@ import it.
 | SPARTA sends a mask of one byte per parameter in each step | drawn from a shared seed, no bytes (your own classes: as there) |
 | `device`, given to `fit`, is ignored | used |
 | `TrainNode` is a process's training loop | can be imported, not made: `trainer.nodes` has the nodes |
+| a class of yours that derives from `Strategy` must call `_setup_scheduler()`, or `lr_scheduler` does nothing | called for it |
+| `Trainer._build_connection` starts and joins the processes | never called; an override causes a warning |
 | `exogym.strategy.dgc`, which an example imports, does not exist | nor here |
 
 With the same batches, and without these mistakes, the results are EXO Gym's: tests compare both, and a loop that
@@ -137,10 +139,11 @@ The table lists what they show, with `exogym` read as `vecgym`. The last column 
 | 3 | "Strategy Configuration" of DiLoCo; `lr_scheduler="cosine"` | unchanged | `fine_tuned_diloco`, `cosine_schedule` |
 | 3 | "Custom Strategy Development" | unchanged, with the methods that it calls; an unknown keyword is an error | `custom_strategy` |
 | 3 | `gradient_accumulation=4` | computes the batch in 4 parts: `minibatch_size=batch_size / 4` | `gradient_accumulation`, `gradient_accumulation_refused` |
+| 3 | `fit` without `num_nodes`, in two snippets | give it: `num_nodes=4` | `logging`, `memory_limit` |
 | 3 | `max_memory_usage=0.8` | fewer nodes in one call, then parts of the batch, until the run fits | `memory_limit` |
 | 3 | `compression_method="topk"`, `quantization_bits=8` | unchanged | `bandwidth_optimized_sparta` |
 | 3 | H chosen by hardware | unchanged | `hardware_specific_tuning` |
-| 1, 2, 3 | arguments by position; defaults | the same | `positions`, `defaults` |
+| 1, 2, 3 | arguments by position; defaults | the same; of `FedAvgStrategy` here H is the second, in EXO Gym's code `island_size` | `positions`, `defaults` |
 | 3 | `pip install exogym[wandb]`, `[gpt]`, `[demo]`, `[examples]`, `[all]`, `[dev]` | the same extras, and others; GPT and DeMo need no extra package | `installation_extras`, `the_library_needs_its_dependencies_only` |
 | 3 | `python -c "from exogym import LocalTrainer ..."` | the same | `the_command_that_checks_the_installation` |
 | 3 | Python 3.8 | 3.10 | torch 2.14, the newest tested version, needs it |

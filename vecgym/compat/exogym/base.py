@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -171,7 +172,9 @@ class Strategy(ABC, LogModule):
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_kwargs = kwargs
         if type(self).__module__.startswith(PACKAGE):
-            check.keywords(type(self).__name__, options, WITHOUT_EFFECT)
+            takes = {name for cls in type(self).__mro__ for name in signature(cls.__init__).parameters}
+            takes = takes - {"self", "args", "kwargs", "options"} | {"inner_optim", "lr"}
+            check.keywords(type(self).__name__, [name for name in options if name not in WITHOUT_EFFECT], sorted(takes))
             warn_without_effect(type(self).__name__, options, WITHOUT_EFFECT)
         self.kwargs = options
         for name, value in options.items():
@@ -185,7 +188,7 @@ class Strategy(ABC, LogModule):
         self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
         spec = getattr(self, "optim_spec", None)
         if spec is not None:
-            self.optim = spec.build(list(model.parameters()))
+            self.optim = ensure_optim_spec(spec).build(list(model.parameters()))
 
     @abstractmethod
     def step(self) -> None:
@@ -357,6 +360,11 @@ class PerRank(native.RankStrategy):
         self.theirs._init_node(model, rank, num_nodes)
         if hasattr(self.theirs, "optim"):
             self.optim = self.theirs.optim  # whose learning rate is recorded
+        elif type(self.theirs).zero_grad is Strategy.zero_grad:
+            name = type(self.theirs).__name__
+            raise TypeError(f"{name} has no optimizer: give it optim_spec=, or set self.optim in its _init_node.")
+        if self.theirs.scheduler is None:  # the documents promise it of `super().step()`
+            self.theirs._setup_scheduler()
         self._left: dict[str, Any] = {}
 
     def step(self) -> None:

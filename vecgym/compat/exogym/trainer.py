@@ -245,6 +245,8 @@ class Trainer(vecgym_trainer.Trainer[nn.Module]):
         devices: Any = None,
     ) -> None:
         warn_without_effect("Trainer", {"start_port": start_port, "devices": devices}, WITHOUT_EFFECT)
+        if hasattr(type(self), "_build_connection"):
+            warn(f"{type(self).__name__}._build_connection is never called: all nodes are in this process.")
         super().__init__(model, train_dataset, val_dataset)
         self.model_orig = model  # EXO Gym's name for it
         self.device = device
