@@ -640,5 +640,4 @@ def ids_of(present: Tensor) -> list[int]:
     >>> ids_of(torch.tensor([True, False, True]))
     [0, 2]
     """
-    ids: list[int] = present.nonzero().flatten().tolist()
-    return ids
+    return present.nonzero().flatten().tolist()

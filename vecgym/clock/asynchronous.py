@@ -60,8 +60,7 @@ class TimesOf:
 
     @property
     def nominal(self) -> list[float]:
-        seconds: list[float] = self.compute.seconds.expand(self.num_nodes).tolist()
-        return seconds
+        return self.compute.seconds.expand(self.num_nodes).tolist()
 
     @property
     def seconds(self) -> StepSeconds:
@@ -72,8 +71,7 @@ class TimesOf:
 
         @functools.cache
         def factors(node: int, block: int) -> list[float]:
-            values: list[float] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
-            return values
+            return (compute.sigma * compute.drawn(node, block)).exp().tolist()
 
         return lambda node, step: nominal[node] * factors(node, step // BLOCK)[step % BLOCK]
 

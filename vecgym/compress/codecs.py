@@ -509,8 +509,7 @@ class Cast(Codec, steady=True):
         >>> Cast().type
         torch.bfloat16
         """
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))

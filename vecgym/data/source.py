@@ -150,8 +150,7 @@ class _Reader(Dataset["_Carried"]):
         # Node by node, since random numbers that a dataset draws are seeded by the step.
         steps = [step] * len(rows) if isinstance(step, int) else step
         batches = [self.of([row])(step, index) for step, row, index in zip(steps, rows, indices.split(1))]
-        joined: Batch = nodes.join_rows(batches)
-        return joined
+        return nodes.join_rows(batches)
 
     def __call__(self, step: int, indices: Tensor) -> Batch:
         one = len(self.datasets) == 1 and self.collate_fn is None

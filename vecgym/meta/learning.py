@@ -376,8 +376,7 @@ class Learned:
 
         Beyond the lengths that were learned from, the curves of the nearest one are stretched.
         """
-        strategy: Strategy = check.called("strategy_of", self.options.strategy_of, self.numbers(max_steps))
-        return strategy
+        return check.called("strategy_of", self.options.strategy_of, self.numbers(max_steps))
 
     def plot(self, max_steps: int | None = None, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw the numbers over a run, beside those at the start; of the longest runs when `max_steps` is not given."""

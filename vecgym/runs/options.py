@@ -238,8 +238,7 @@ class Modelled(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        model: Any = vars(self)["model"]
-        self.settle(model=with_loss(model, self.loss_fn))
+        self.settle(model=with_loss(vars(self)["model"], self.loss_fn))
 
 
 @dataclass(frozen=True)
@@ -706,8 +705,7 @@ class RolloutOptions(DifferentiableRun):
     @property
     def runs(self) -> tuple[RolloutOptions, ...]:
         """The options of each run."""
-        runs: tuple[RolloutOptions, ...] = vars(self)["_runs"]
-        return runs
+        return vars(self)["_runs"]
 
 
 def _each_run(options: RolloutOptions, num_runs: int) -> tuple[RolloutOptions, ...]:

@@ -216,8 +216,7 @@ class Part:
     @property
     def params(self) -> Tree:
         """The parameters of these rows, from `own` or `shared`; `[1, *]` stands for every row."""
-        params: Tree = self.home["params"]
-        return params
+        return self.home["params"]
 
     @params.setter
     def params(self, new: Tree) -> None:
@@ -392,8 +391,7 @@ class Part:
 
     def scaled(self, number: Any, x: Tensor) -> Tensor:
         """Multiply a tensor of these rows by a setting, a number or one for each node of the run, `[K]`."""
-        scaled: Tensor = self.each(number, x) * x
-        return scaled
+        return self.each(number, x) * x
 
     @property
     def ids(self) -> Tensor:

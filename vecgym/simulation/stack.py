@@ -206,8 +206,7 @@ class Stack(Simulation):
         """Return the parameters of all rows, `[rows, *]`; `[C, *]` if the nodes of every configuration share theirs."""
         once = [number for number, trees in shared.items() if "params" in trees]
         if not once:
-            params: Tree = own["params"]
-            return params
+            return own["params"]
         if len(once) == len(self.groups):
             return tree.map(lambda *parts: torch.cat(parts), *[shared[number]["params"] for number in once])
         whole = tree.map(torch.clone, own["params"])

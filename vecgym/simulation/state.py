@@ -54,8 +54,7 @@ class State:
     @property
     def params(self) -> Tree:
         """The parameters, `[1 or rows, *]`; with a server, the server's."""
-        params: Tree = self.home["params"]
-        return params
+        return self.home["params"]
 
     @property
     def buffers(self) -> Tree:

@@ -347,8 +347,7 @@ class Chunk:
         once = "params" in self.state.shared[str(number)]
         lr, _ = rates_of(group.algorithm, group.run, table, step, once)
         if group.size > 1 and isinstance(lr, Tensor) and lr.numel() > 1:
-            means: list[float] = lr.detach().reshape(group.size, -1).double().mean(1).tolist()
-            return means
+            return lr.detach().reshape(group.size, -1).double().mean(1).tolist()
         return [mean_rate(lr)] * group.size
 
     def _num_bytes(self, step: int, row: Any) -> Any:

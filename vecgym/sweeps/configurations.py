@@ -117,8 +117,7 @@ class Configuration:
     def train(self) -> Batches:
         settings = {name: self.settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
         settings["own_epochs"] = getattr(self.settings["availability"], "own_epochs", False)
-        batches: Batches = self.data.batches(Batches, self.dataset("train_dataset"), **settings)
-        return batches
+        return self.data.batches(Batches, self.dataset("train_dataset"), **settings)
 
     @cached_property
     def val(self) -> EvalBatches | None:
@@ -127,8 +126,7 @@ class Configuration:
             return None
         settings = {"num_nodes": self.num_nodes, "seed": self.settings["seed"], "val_size": val_size}
         size = self.settings["minibatch_size"] or self.settings["batch_size"]
-        batches: EvalBatches = self.data.batches(EvalBatches, dataset, batch_size=size, **settings)
-        return batches
+        return self.data.batches(EvalBatches, dataset, batch_size=size, **settings)
 
     def dataset(self, name: str) -> Any:
         """Return one of its datasets, "train_dataset" or "val_dataset"."""

@@ -43,8 +43,7 @@ class Decentralised(Strategy, batched=(), random=False, steady=True):
     @property
     def graph(self) -> Mix:
         """The average over the neighbours."""
-        mix: Mix = self.exchanges[0].how
-        return mix
+        return self.exchanges[0].how
 
     def neighbours(self, x: Tree, part: Part) -> Tree:
         """Return sum_j W_ij x_j at each node i."""

@@ -230,8 +230,7 @@ class MATCHAStrategy(Strategy):
 
     def plan(self, num_nodes: int | None = None) -> Plan:
         """Return Laplacians, probabilities and alpha for a number of nodes, which given matchings tell."""
-        plan: Plan = self.exchanges[0].how.plan(num_nodes)
-        return plan
+        return self.exchanges[0].how.plan(num_nodes)
 
     @property
     def probabilities(self) -> Tensor:

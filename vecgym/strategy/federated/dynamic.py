@@ -56,8 +56,7 @@ class Dynamic(Stage, batched=("alpha",), random=False, steady=True):
 
         home["slope"] = tree.map(moved, home["slope"], mean, home["params"])
         home["params"] = tree.map(lambda y, h: y - h / spread(self.alpha, h), mean, home["slope"])
-        new: Tree = home["params"]
-        return new
+        return home["params"]
 
 
 class FedDynStrategy(Federated, batched=("alpha",), random=False, steady=True):

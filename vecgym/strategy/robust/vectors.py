@@ -48,8 +48,7 @@ def norms(values: Tree, around: Tree | None = None) -> Tensor:
         each: Iterable[Tensor] = [x] if around is None else (y - centre for y, centre in blocks(x, around[name]))
         for d in each:
             total = total + _squares(d.to(wider(x.dtype)))
-    found: Tensor = root(total)
-    return found.nan_to_num(torch.inf, torch.inf)
+    return root(total).nan_to_num(torch.inf, torch.inf)
 
 
 def _squares(x: Tensor) -> Tensor:
