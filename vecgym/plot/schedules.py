@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import Transform
 from torch import Tensor
 
 from vecgym.core import check
@@ -55,7 +54,7 @@ def plot_sensitivity(
         weights = style.vector("schedule", schedule)
         if len(weights) != len(slope):
             raise ValueError(f"gradient has {len(slope)} steps and schedule {len(weights)}: give both of the same run.")
-        _draw_exchanges(axes, weights, 0.03, "0.2", "exchanges of the run", axes.get_xaxis_transform())
+        _draw_exchanges(axes, weights, "exchanges of the run")
     title = title or "where an exchange matters"
     style.finish(axes, title, "optimizer steps", "d final loss / d weight of the exchange")
     figure.legend(frameon=False, loc="outside lower center", ncols=3)  # bars leave no room inside
@@ -149,7 +148,7 @@ def plot_numbers(
         weights = style.vector(name, values)
         at = np.flatnonzero(weights > 0) + 1
         axes.plot(at, np.diff(at, prepend=0), color=style.COLOURS[0], marker="o", markersize=4)
-        _draw_exchanges(axes, weights, 0.03, "0.2", "exchanges", axes.get_xaxis_transform())
+        _draw_exchanges(axes, weights, "exchanges")
         axes.set_xlim(0, len(weights) + 1)
         axes.set_ylim(bottom=0)
         style.finish(axes, f"{name}: {len(at)} exchanges", "optimizer steps", "steps since the last one")
@@ -201,13 +200,10 @@ def plot_partition(
     return style.done(figure, title or repr(partition)[len("Partition(") : -1], path)
 
 
-def _draw_exchanges(
-    axes: Axes, weights: np.ndarray, y: float, colour: str, label: str, transform: Transform | None = None
-) -> None:
-    """Draw a tick for each step that exchanges."""
-    at = np.flatnonzero(weights > 0) + 1
-    look = {"markersize": 9, "markeredgewidth": 1.8, "color": colour, "label": label}
-    axes.plot(at, np.full(len(at), y), "|", transform=transform or axes.transData, **look)  # type: ignore[arg-type]
+def _draw_exchanges(axes: Axes, weights: np.ndarray, label: str) -> None:
+    """Draw a tick for each step that exchanges, at the lower edge."""
+    at, edge = np.flatnonzero(weights > 0) + 1, axes.get_xaxis_transform()
+    axes.plot(at, np.full(len(at), 0.03), "|", ms=9, mew=1.8, color="0.2", label=label, transform=edge)
 
 
 def _draw_matrix(axes: Axes, name: str, matrices: Any) -> None:
