@@ -92,20 +92,10 @@ def _edit(knobs: Knobs, **inner: Any) -> Strategy:
     return EDiTStrategy(H=knobs.H, outer_optim=outer, clip=10.0, skip_anomalies=True, warmup=2, **inner)
 
 
-def _demo(knobs: Knobs, **inner: Any) -> Strategy:
-    """Make DeMo, which has its own optimizer: its steps are signs, and a sixth of AdamW's learning rate suits them."""
-    return DeMoStrategy(lr=_own_rate(inner, 6e-3) / 6, **inner)
-
-
 def _muloco(knobs: Knobs, **inner: Any) -> Strategy:
     """Make MuLoCo, which has its own inner optimizers; both get the given learning rate."""
     lr = _own_rate(inner, 0.02)
     return MuLoCoStrategy(lr=lr, adamw_lr=lr, **knobs.rounds, **inner)
-
-
-def _qgm(knobs: Knobs, **inner: Any) -> Strategy:
-    """Make quasi-global momentum, which has SGD inside."""
-    return QGMStrategy("ring", lr=_own_rate(inner, 0.1), **inner)
 
 
 def _plain(inner: dict[str, Any]) -> dict[str, Any]:
@@ -122,11 +112,6 @@ def _fednova(knobs: Knobs, **inner: Any) -> Strategy:
     """Make FedNova, whose nodes have SGD with a momentum."""
     spec = OptimSpec("sgd", lr=_own_rate(inner, 0.1), momentum=0.5)
     return FedNovaStrategy(spec, knobs.H, server_momentum=0.5, **inner)
-
-
-def _scaffnew(knobs: Knobs, **inner: Any) -> Strategy:
-    """Make Scaffnew, which has SGD inside, with rounds of H steps in the mean."""
-    return ScaffnewStrategy(p=1 / knobs.H, lr=_own_rate(inner, 0.1), **inner)
 
 
 def _own_rate(inner: dict[str, Any], usual: float) -> Any:
@@ -161,7 +146,8 @@ CATALOGUE: dict[str, Item] = {
     "mime": Item(lambda knobs, **inner: MimeStrategy(H=knobs.H, **_unclipped(inner))),
     "fednova": Item(_fednova),
     "feddyn": Item(lambda knobs, **inner: FedDynStrategy(H=knobs.H, alpha=0.3, **inner)),
-    "scaffnew": Item(_scaffnew),
+    # It has SGD inside, and rounds of H steps in the mean.
+    "scaffnew": Item(lambda knobs, **inner: ScaffnewStrategy(p=1 / knobs.H, lr=_own_rate(inner, 0.1), **inner)),
     "local-adam": Item(lambda knobs, **inner: LocalAdamStrategy(H=knobs.H, **inner)),
     "des-loc": Item(lambda knobs, **inner: DESLOCStrategy(H=knobs.H, Hu=knobs.H + 1, Hv=knobs.H + 2, **inner)),
     "diloco": Item(lambda knobs, **inner: DiLoCoStrategy(**knobs.rounds, **inner), compared=True),
@@ -183,10 +169,11 @@ CATALOGUE: dict[str, Item] = {
     "gradient-tracking": Item(lambda knobs, **inner: GradientTrackingStrategy("ring", **inner), compared=True),
     "d2": Item(lambda knobs, **inner: D2Strategy("complete", **inner)),  # with rings of an even number it diverges
     "exact-diffusion": Item(lambda knobs, **inner: ExactDiffusionStrategy("ring", **inner), compared=True),
-    "qgm": Item(_qgm),
+    "qgm": Item(lambda knobs, **inner: QGMStrategy("ring", lr=_own_rate(inner, 0.1), **inner)),  # SGD is inside
     "sgp": Item(lambda knobs, **inner: SGPStrategy(**inner), compared=True),
     "choco": Item(lambda knobs, **inner: CHOCOStrategy("ring", codec=TopK(knobs.p), consensus=0.4, **inner)),
     "relaysum": Item(lambda knobs, **inner: RelaySumStrategy("binary_tree", **inner), compared=True),
     "matcha": Item(lambda knobs, **inner: MATCHAStrategy("ring", **inner)),
-    "demo": Item(_demo, compared=True),
+    # It has its own optimizer: its steps are signs, and a sixth of AdamW's learning rate suits them.
+    "demo": Item(lambda knobs, **inner: DeMoStrategy(lr=_own_rate(inner, 6e-3) / 6, **inner), compared=True),
 }
