@@ -380,10 +380,7 @@ class Strategy(LocalTraining, Steady, steady=True):
 
     def outer_parameters(self, shared: Any, names: Sequence[str]) -> Tree:
         """Return the outer parameters `[1, *]`, if all nodes share them: returning nodes begin with these."""
-        params: Tree = {}
-        for exchange in self.exchanges:
-            params |= exchange.outer(shared, names)
-        return params
+        return {name: x for exchange in self.exchanges for name, x in exchange.outer(shared, names).items()}
 
     def agreed(self, run: RunFacts, names: Sequence[str], tick: int) -> set[str]:
         """Return the names of the parameters that are equal on all nodes after a step's exchanges.
