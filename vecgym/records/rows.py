@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.core.errors import warn
+from vecgym.core.objects import PLAIN
 from vecgym.records.columns import COLUMNS, UPDATE_COLUMNS
 
 Row = dict[str, Any]  # column -> value
@@ -288,11 +289,7 @@ def _matches(target: Any, values: list[Any]) -> Callable[[Any], bool]:
     """Return the condition on a value. A function is itself the condition, unless it is a value of the axis."""
     if callable(target) and not any(value is target for value in values):
         return lambda value: bool(target(value))
-    return lambda value: value is target or (_is_plain(value) and bool(value == target))
-
-
-def _is_plain(x: Any) -> bool:
-    return x is None or isinstance(x, (bool, int, float, str))
+    return lambda value: value is target or (isinstance(value, PLAIN) and bool(value == target))
 
 
 def label(value: Any) -> Any:
@@ -303,7 +300,7 @@ def label(value: Any) -> Any:
     >>> label(functools.partial(max, 3)), label([[0.5] * 4] * 4)
     ('partial(max)', 'list of 4')
     """
-    if _is_plain(value):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{type(value).__name__} {list(value.shape)}"
@@ -331,7 +328,7 @@ def labelled(rows: Rows) -> list[Row]:
 
 
 def _labels(values: list[Any]) -> Iterator[Any]:
-    objects = {id(x): x for x in values if not _is_plain(x)}
+    objects = {id(x): x for x in values if not isinstance(x, PLAIN)}
     labels = {key: label(x) for key, x in objects.items()}
     same_label: dict[Any, list[int]] = {}
     for key, text in labels.items():
