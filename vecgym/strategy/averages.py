@@ -103,9 +103,7 @@ class Mean(Reduction, batched=()):
     def random(self) -> bool:  # type: ignore[override]
         return self.island_size is not None
 
-    @property
-    def steady(self) -> bool:  # type: ignore[override]
-        return self.island_size is None
+    steady = common
 
     def through_server(self) -> Average:
         return ServerMean(self.weighting) if type(self) is Mean and self.common else self  # type: ignore[arg-type]

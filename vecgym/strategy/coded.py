@@ -346,9 +346,7 @@ class Ring(Average, batched=(), random=True):
         # What is encoded: each node's values, before they are added, and partial sums.
         self._values, self._sums = isinstance(self.codec, Cast), True
 
-    @property
-    def steady(self) -> bool:  # type: ignore[override]
-        return is_steady(self.codec)
+    steady = Compressed.steady
 
     def _cut(self, shape: torch.Size, num_nodes: int) -> Cut:
         """Return the segments of a tensor.
