@@ -89,9 +89,8 @@ class StrongestCosines(Average, batched=(), steady=True):
             updated = self._update_in_place(old, new, part.exact) if memory.inplace else self._update(old, new)
             residual[name], indices[name], sent[name] = updated
         memory.own["residual"] = part.apart(residual)
-        indices, sent = (
-            part.comm.all_gather(part.apart(y), inplace=True) for y in (indices, sent)
-        )  # [1, K, chunks, k]
+        # [1, K, chunks, k]
+        indices, sent = (part.comm.all_gather(part.apart(y), inplace=True) for y in (indices, sent))
         return part.apart({name: self._decode(indices[name], sent[name], y) for name, y in rows.items()})
 
     def _announced(self, values: Tree, part: Part) -> Tree:
