@@ -239,7 +239,8 @@ def dispatch(
     try:
         for work in works:
             try:
-                job = executor.submit(train, sweep, shared, sent(_bare(work)))
+                bare = [replace(config, point={}, data=cast(Any, None)) for config in work.configs]
+                job = executor.submit(train, sweep, shared, sent(replace(work, configs=bare)))
             except Exception as error:  # it cannot be pickled; a broken or closed executor
                 _raise(error, work)
             waiting[job] = work
@@ -292,7 +293,7 @@ def train(sweep: str, shared: Any, work: Any) -> bytes:
     Args:
         sweep: the unique name of the sweep.
         shared: see `_shared`.
-        work: see `_bare`.
+        work: without the points of its configurations and their shared batches.
     """
     with _one_job, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VecgymWarning)
@@ -335,11 +336,6 @@ def _shared(options: SweepOptions, datasets: Mapping[str, Any]) -> tuple[SweepOp
     left_out: dict[str, Any] = dict.fromkeys(names)
     bare = replace(options, model=nn.Module(), grid={}, **left_out)
     return bare, torch_settings()
-
-
-def _bare(work: Work) -> Work:
-    """Return the work of a job without the points of its configurations and their shared batches."""
-    return replace(work, configs=[replace(config, point={}, data=cast(Any, None)) for config in work.configs])
 
 
 class _ByValue(ForkingPickler):
