@@ -61,8 +61,8 @@ class Skeleton:
             self.model.train(training)
         names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
         self.model = hooks.uncompiled(self.model, model)  # a node's loss is not compiled alone
-        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
-        self.paths: dict[str, list[str]] = {name: [] for name in names.values()}  # of its places, each once
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in (*names.values(), WEIGHT)}
+        self.paths: dict[str, list[str]] = {name: [] for name in (*names.values(), WEIGHT)}  # of its places, each once
         for path, module in self.model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # stacked gradients are dense
@@ -71,8 +71,6 @@ class Skeleton:
                     if x is not None:
                         self._places[names[id(x)]].append((holder, key))
                         self.paths[names[id(x)]].append(f"{path}.{key}" if path else key)
-        self._places[WEIGHT] = []
-        self.paths[WEIGHT] = []
         self._buffers = [name for name, _ in model.named_buffers()]
 
     def call(
