@@ -726,9 +726,8 @@ def _each_run(options: RolloutOptions, num_runs: int) -> tuple[RolloutOptions, .
     return runs
 
 
-OF_RUNS = (  # may differ from run to run, as `batches` may
-    "model", "strategy", "eval_batch", "params", "seed", "num_examples", "limits",
-)  # fmt: skip
+# These may differ from run to run, as `batches` may.
+OF_RUNS = ("model", "strategy", "eval_batch", "params", "seed", "num_examples", "limits")
 
 
 def _of_runs(name: str, value: Any, num_runs: int) -> list[Any]:
