@@ -306,7 +306,12 @@ class DilocoSimulator(Trainer[nn.Module]):
     """
 
     def __init__(self, config: DilocoSimulatorConfig | None = None, **arguments: Any) -> None:
-        _check_overridden(type(self))
+        for name in ("_train", "_train_loop", "_train_step", "_outer_step", "_get_batch", "_evaluate", "_eval_model"):
+            if hasattr(self, name):
+                raise TypeError(
+                    f"{type(self).__name__}.{name} would never be called: vecgym trains all nodes at once. "
+                    "Use train_loss_hook and eval_loss_hook, or a strategy of vecgym."
+                )
         if config is None:
             check.keywords("DilocoSimulator", arguments, [f.name for f in fields(DilocoSimulatorConfig)])
             if "model_cls" not in arguments:
@@ -411,15 +416,6 @@ class DilocoSimulator(Trainer[nn.Module]):
 def _loss(loss_fn: Any, model: nn.Module, batch: Any) -> Tensor:
     x, y = batch
     return loss_fn(model(x), y)
-
-
-def _check_overridden(cls: type) -> None:
-    for name in ("_train", "_train_loop", "_train_step", "_outer_step", "_get_batch", "_evaluate", "_eval_model"):
-        if hasattr(cls, name):
-            raise TypeError(
-                f"{cls.__name__}.{name} would never be called: vecgym trains all nodes at once. "
-                "Use train_loss_hook and eval_loss_hook, or a strategy of vecgym."
-            )
 
 
 def _warn_without_effect(config: DilocoSimulatorConfig) -> None:
