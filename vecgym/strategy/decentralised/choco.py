@@ -9,12 +9,11 @@ from torch import Tensor
 
 from vecgym.compress import Codec, TopK, make_codec
 from vecgym.core import check, tree
-from vecgym.core.objects import is_steady
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.simulation.simulation import Part
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
-from vecgym.strategy.coded import constant, draws, straight_through
+from vecgym.strategy.coded import Compressed, constant, draws, straight_through
 from vecgym.strategy.decentralised.base import Decentralised
 from vecgym.strategy.decentralised.gossip import Topology
 from vecgym.strategy.stages import Memory
@@ -92,9 +91,7 @@ class CHOCOStrategy(Decentralised, batched=None, random=True):
                 'neighbours: give a matrix [K, K], or a name such as "ring".'
             )
 
-    @property
-    def steady(self) -> bool:  # type: ignore[override]
-        return is_steady(self.codec)
+    steady = Compressed.steady
 
     def meet(self, part: Part) -> None:
         first = self.order == "estimates_first"
