@@ -75,9 +75,9 @@ class Learnable(Settings):
         """Return a strategy's argument, for the values of one run, `[T]`."""
         return values[:, None]
 
-    @abstractmethod
     def constant(self) -> Learnable:
         """Return the same number without a change over the run."""
+        return altered(self, knots=0)
 
 
 class Curve(Learnable):
@@ -163,9 +163,6 @@ class Exchanges(Learnable):
     def argument(self, values: Tensor) -> SyncWeight:
         return SyncWeight(values)
 
-    def constant(self) -> Exchanges:
-        return altered(self, knots=0)
-
 
 class Mixing(Learnable):
     """The mixing matrices of a gossip strategy: doubly stochastic, with the links of the start.
@@ -207,9 +204,6 @@ class Mixing(Learnable):
 
     def argument(self, values: Tensor) -> Tensor:
         return values
-
-    def constant(self) -> Mixing:
-        return altered(self, knots=0)
 
 
 def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> Tensor:
