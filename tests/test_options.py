@@ -11,14 +11,15 @@ import pytest
 
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import Trainer, sweep
+from vecgym import CSVLogger, Trainer, clock, compress, dry_run, models, sweep
+from vecgym.data import partition_dirichlet
 from vecgym.meta.learning import LearnOptions, learn
 from vecgym.runs.influence import InfluenceOptions, influence
 from vecgym.runs.memory import MemoryOptions, estimate_memory
 from vecgym.runs.options import FitOptions, JvpOptions, RolloutOptions
 from vecgym.runs.rollout import rollout, rollout_jvp
 from vecgym.runs.verification import VerifyOptions, verify
-from vecgym.strategy import AllReduceStrategy
+from vecgym.strategy import MLA, AllReduceStrategy, AveragingCommunicator, Exchange, Mean
 from vecgym.sweeps.options import SweepOptions
 
 
@@ -83,3 +84,27 @@ def test_an_unknown_option_names_the_one_that_was_meant() -> None:
         trainer.fit(AllReduceStrategy())
     with pytest.raises(TypeError, match=r"sweep\(\) has no argument 'max_step'; did you mean 'max_steps'\?"):
         sweep(make_model("MLP"), dataset("MLP"), grid={"lr": [0.1]}, max_step=4)  # type: ignore[call-arg]
+
+
+class Own(Mean):
+    def __init__(self, island: int = 2) -> None:
+        super().__init__(island)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "meant"),
+    [
+        (Trainer, "val_datset", "val_dataset"), (dry_run, "num_node", "num_nodes"),
+        (clock.price, "num_node", "num_nodes"), (clock.Network, "latancy", "latency"),
+        (clock.Compute, "overlp", "overlap"), (Exchange, "evry", "every"), (Mean, "island", "island_size"),
+        (Own, "islands", "island"), (compress.TopK, "kk", "k"), (MLA, "momentun", "momentum"),
+        (AveragingCommunicator, "islands", "island_size"), (CSVLogger, "dir", "directory"),
+        (partition_dirichlet, "alph", "alpha"), (models.GPT, "context_size", "context"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_keyword_is_told_the_arguments(function: Any, given: str, meant: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^{function.__name__}(\(\))? has no argument '{given}'; did you mean '{meant}'\?"
+    ):
+        function(**{given: 1})
+    assert "kwargs" not in inspect.signature(function).parameters

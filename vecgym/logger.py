@@ -95,6 +95,7 @@ class CSVLogger(Logger):
     1,,,0.5
     """
 
+    @check.strict
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = check.path("directory", directory)
         self._files: dict[str, TextIO] = {}
@@ -318,6 +319,7 @@ class TensorBoardLogger(Logger):
     >>> trainer.fit(strategy, num_nodes=8, logger=TensorBoardLogger("runs/H=100"))  # doctest: +SKIP
     """
 
+    @check.strict
     def __init__(self, directory: str | os.PathLike[str], *, per_node: bool = False) -> None:
         _import_optional("tensorboard", "__version__", "TensorBoardLogger")
         self._writer: Any = None

@@ -45,6 +45,7 @@ class GPT(nn.Module):
 
     loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}  # e^loss: see `vecgym.runs.evaluation`
 
+    @check.strict
     def __init__(
         self,
         vocab_size: int,

@@ -46,6 +46,7 @@ class Compute:
             [0.4000, 1.2000]], dtype=torch.float64)
     """
 
+    @check.strict
     def __init__(self, seconds: Any, *, overlap: bool = True, shares: Mapping[str, float] | None = None) -> None:
         self.seconds = numbers("seconds", seconds, step_seconds)
         self.overlap = check.flag("overlap", overlap)

@@ -32,6 +32,7 @@ Sent = dict[Any, tuple[Transfer, ...]]  # by the key of events
 Parts = list[tuple[Any, list[Event]]]
 
 
+@check.strict
 def dry_run(
     model: nn.Module | int | str, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42
 ) -> Ledger:

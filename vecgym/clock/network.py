@@ -55,6 +55,7 @@ class Network:
     4.5
     """
 
+    @check.strict
     def __init__(
         self,
         bandwidth: Any = None,

@@ -105,6 +105,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+@check.strict
 def price_strategies(
     model: nn.Module | int | str,
     num_nodes: int,

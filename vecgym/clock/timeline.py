@@ -224,6 +224,7 @@ class Timeline(TimelineBase):
         return self._run.records(*self._within(first, last))
 
 
+@check.strict
 def price(
     transfers: Ledger | Sequence[Sequence[Transfer]],
     network: Network,

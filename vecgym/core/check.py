@@ -379,6 +379,29 @@ def keywords(whose: str, keys: Iterable[str], allowed: Iterable[str]) -> None:
             raise TypeError(f"{whose} has no argument {key!r}{did_you_mean(key, allowed_names)} It has: {has}.")
 
 
+def strict(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Let a function or an `__init__` refuse keywords that it does not take, and list the others.
+
+    >>> @strict
+    ... def load(path, device=None): ...
+    >>> load("run.pt", devise="cpu")
+    Traceback (most recent call last):
+    ...
+    TypeError: load() has no argument 'devise'; did you mean 'device'? It has: path, device.
+    """
+    takes, method = list(inspect.signature(function).parameters.values()), function.__name__ == "__init__"
+    if any(p.kind is p.VAR_KEYWORD for p in takes):
+        return function
+    names = [p.name for p in takes[method:]]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        keywords(type(args[0]).__name__ if method else f"{function.__name__}()", kwargs, names)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def renamed(**names: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Let a function refuse arguments by their old names, and give the new ones.
 

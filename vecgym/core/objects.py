@@ -77,7 +77,17 @@ def same(a: Any, b: Any, whole: bool = False) -> bool:
 # ------------------------------------------------------------------------------------------------------ settings
 
 
-class Settings:
+class Strict:
+    """An object whose constructor, also of a subclass, lists its arguments where a keyword is none of them."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        init: Any = vars(cls).get("__init__")
+        if init is not None and not hasattr(init, "__wrapped__"):
+            cls.__init__ = check.strict(init)  # type: ignore[method-assign]
+
+
+class Settings(Strict):
     """An object that holds settings only: equal to another of its class with equal settings.
 
     Attributes whose names begin with "_" are derived from the others, and not compared.
@@ -177,7 +187,7 @@ def declare(cls: type, batched: Any, random: Any = UNSAID) -> None:
         cls.random = random  # type: ignore[attr-defined]
 
 
-class Steady:
+class Steady(Strict):
     """An object whose class may say that it always sends the same: `class C(Base, steady=True)`.
 
     That is: in each exchange among the same nodes as many bytes, by the same collectives, whatever the values, the step

@@ -169,6 +169,7 @@ class Shards:
         return Subset(self.dataset, rows.tolist())
 
 
+@check.strict
 def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
     """Deal the examples at random, equally many to each node (one more to some nodes if K does not divide n).
 
@@ -189,6 +190,7 @@ def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
     return _partition(np.array_split(order, num_nodes), labels)
 
 
+@check.strict
 def partition_dirichlet(
     data: Any, num_nodes: int, alpha: float, *, balanced: bool = False, min_size: int = 1, seed: int = 42
 ) -> Partition:
@@ -243,6 +245,7 @@ def partition_dirichlet(
     return _partition([np.concatenate(of_node) for of_node in zip(*parts)], labels)
 
 
+@check.strict
 def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, seed: int = 42) -> Partition:
     """Give each node a few classes: sort the examples by label, cut K s equal shards, and deal s to each node.
 
@@ -281,6 +284,7 @@ def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, see
     return _partition([np.concatenate([shards[i] for i in row]) for row in dealt], labels)
 
 
+@check.strict
 def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size: int = 1, seed: int = 42) -> Partition:
     """Deal the examples at random in unequal numbers: n_k = m + (n - K m) s_k, rounded, with s ~ Dir(alpha 1_K).
 

@@ -240,7 +240,7 @@ Algorithms that are settings of these strategies (a test has each, written out i
 
 | name | here |
 |---|---|
-| SlowMo (1910.00643) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=alpha, momentum=beta), H)` for a constant inner rate gamma; `InInnerSteps(Mean(), OptimSpec("sgd", lr=alpha, momentum=beta))` for any |
+| SlowMo (1910.00643) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=alpha, momentum=beta), H)`, for a constant inner rate gamma |
 | BMUF (Chen and Huo, 2016) | the same, with lr = zeta and momentum = eta |
 | BMUF, Nesterov | the same, with `nesterov=True` |
 | Lookahead (1907.08610) | `DiLoCoStrategy(inner, OptimSpec("sgd", lr=alpha), H)` with one node |

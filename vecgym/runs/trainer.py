@@ -74,6 +74,7 @@ class Trainer(Generic[M]):
     (Ledger(2 collectives, 8 bytes sent per node), 4)
     """
 
+    @check.strict
     def __init__(
         self, model: M, train_dataset: Any, val_dataset: Any = None, *,
         loss_fn: Callable[[M, Any], Any] | None = None,

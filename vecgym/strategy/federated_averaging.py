@@ -22,6 +22,7 @@ from vecgym.strategy.exchange import Exchange
 from vecgym.strategy.servers import one_number
 
 
+@check.strict
 def AveragingCommunicator(  # the name that EXO Gym's users know
     island_size: int | None = None,
     H: int | When | Callable[[int], int] = 1,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vecgym.core import check, tree
 from vecgym.core.devices import readable, spread
-from vecgym.core.objects import UNSAID, altered, declare, shown
+from vecgym.core.objects import UNSAID, Strict, altered, declare, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
 from vecgym.strategy.averages import OUTER_DEFAULTS, outer_spec
@@ -34,7 +34,7 @@ STALENESS: dict[str, Staleness] = {
 }
 
 
-class Server(ABC):
+class Server(Strict, ABC):
     """A server's update from the movements that have arrived. Override `update`, and `init` if it has a state.
 
     A server holds settings only; its state is nested dicts of tensors `[1, *]`.

@@ -38,6 +38,7 @@ Shapes = dict[str, torch.Size]  # of one node's parameters
 Indices = dict[str, Tensor]  # flat coordinates, int64 [m]; a tensor without any may be left out
 
 
+@check.strict
 def SparseCommunicator(  # the name that EXO Gym's users know
     index_selector: Selector | float | None = None,
     *,

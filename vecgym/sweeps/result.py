@@ -592,6 +592,7 @@ class Comparison(list[Row]):
         return _as_text("markdown", lines, self.notes)
 
 
+@check.strict
 def compare(
     runs: Mapping[str, Iterable[History]], column: str = "val_loss", *, baseline: str | None = None, paired: bool = True
 ) -> Comparison:

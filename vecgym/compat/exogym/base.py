@@ -172,7 +172,7 @@ class Strategy(ABC, LogModule):
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_kwargs = kwargs
         if type(self).__module__.startswith(PACKAGE):
-            takes = {name for cls in type(self).__mro__ for name in signature(cls.__init__).parameters}
+            takes = {name for cls in type(self).__mro__ for name in signature(cls.__init__).parameters}  # type: ignore[misc]
             takes = takes - {"self", "args", "kwargs", "options"} | {"inner_optim", "lr"}
             check.keywords(type(self).__name__, [name for name in options if name not in WITHOUT_EFFECT], sorted(takes))
             warn_without_effect(type(self).__name__, options, WITHOUT_EFFECT)
