@@ -28,8 +28,8 @@ LR = 0.1
 def main() -> None:
     options = parser(__doc__, "federated.png")
     add_options(options)
-    options.add_argument("--num-clients", type=int, default=100, metavar="K", help="nodes (default 100)")
-    options.add_argument("--island-size", type=int, default=10, metavar="N", help="nodes that average (default 10)")
+    options.add_argument("--num-clients", "--num_clients", type=int, default=100, metavar="K", help="nodes (100)")
+    options.add_argument("--island-size", "--island_size", type=int, default=10, metavar="N", help="that average (10)")
     options.add_argument("--participation", type=float, default=0.2, metavar="C", help="of a round (default 0.2)")
     options.add_argument("--partition", choices=("iid", "dirichlet", "shards"), default="dirichlet")
     options.add_argument("--alpha", type=float, default=0.3, help="of the Dirichlet distribution (default 0.3)")

@@ -78,12 +78,16 @@ class Arm(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Mean and standard error over paired seeds; a seed in which either diverged is left out and counted."""
+    """Mean and standard error over paired seeds; a seed in which either diverged is left out and counted.
+
+    `lost` is the number of seeds in which the first alone diverged, minus those in which the second alone did.
+    """
 
     mean: float
     error: float
     seeds: int
     diverged: int = 0
+    lost: int = 0
 
     def __str__(self) -> str:
         more = f" ({self.diverged} of {self.seeds + self.diverged} diverged)" if self.diverged else ""
@@ -91,7 +95,9 @@ class Difference(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 or -1 if the mean is more than two standard errors from 0; else 0."""
+        """1 or -1 if the mean is more than two standard errors from 0, or most seeds diverged on one side; else 0."""
+        if 2 * abs(self.lost) > self.seeds + self.diverged:
+            return int(math.copysign(1, self.lost))
         return 0 if not abs(self.mean) > 2 * self.error else int(math.copysign(1, self.mean))
 
 
@@ -99,14 +105,15 @@ def difference(a: Arm | Sequence[float], b: Arm | Sequence[float], i: int = -1) 
     """a - b, seed by seed, of the i-th measure.
 
     >>> difference([2.0, 3.0, 4.0], [1.0, 1.5, 2.0])
-    Difference(mean=1.5, error=0.2886751345948129, seeds=3, diverged=0)
+    Difference(mean=1.5, error=0.2886751345948129, seeds=3, diverged=0, lost=0)
     """
     first, second = (arm.column(i) if isinstance(arm, Arm) else arm for arm in (a, b))
     found = [x - y for x, y in zip(first, second, strict=True) if math.isfinite(x) and math.isfinite(y)]
-    lost = len(first) - len(found)
+    lost = sum(map(math.isfinite, second)) - sum(map(math.isfinite, first))
+    counts = len(found), len(first) - len(found), lost
     if len(found) < 2:
-        return Difference(math.nan, math.nan, len(found), lost)
-    return Difference(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5, len(found), lost)
+        return Difference(math.nan, math.nan, *counts)
+    return Difference(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5, *counts)
 
 
 @dataclass
@@ -185,10 +192,10 @@ class Study:
         """Return the end of a walk from the middle of the grid, and the axes on which it is still at the edge.
 
         The end is no worse than every point that differs on one axis, by one value. The walk has the first seed, and
-        goes on from its end with all of them.
+        goes on from its end with all of them. Where all diverge it goes down on the first axis, the inner rate.
         """
         at = {axis: values[(len(values) - 1) // 2] for axis, values in axes.items()}
-        left = dict.fromkeys(axes, MOST_LONGER)
+        left, first = dict.fromkeys(axes, MOST_LONGER), next(iter(axes))
         for some in (seeds[:1], seeds):
             before = None
             while at != before:
@@ -198,7 +205,8 @@ class Study:
                 left |= {axis: left[axis] - 1 for axis in longer}
                 near = _near(axes, at)
                 means = [statistics.fmean(row[-1] for row in rows) for rows in trained(near, some)]
-                at = near[min(range(len(near)), key=means.__getitem__)]
+                ranks = [(mean, at[first] if math.isinf(mean) else 0) for mean, at in zip(means, near)]
+                at = near[min(range(len(near)), key=ranks.__getitem__)]
         return at, ", ".join(_at_edge(axes, at))
 
     def _trained(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -750,6 +751,28 @@ def test_an_arm_is_tuned_where_no_neighbour_is_better(walks: bool, monkeypatch: 
     assert arm.best == {"lr": 1e-4, "momentum": 0.5}
     assert arm.edge == ""
     assert len(trained) == len({str(point) for point in trained}) == (22 if walks else 48) + 8
+
+
+def test_a_walk_leaves_rates_at_which_all_diverges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    study = importlib.import_module("study")
+
+    def losses(self: Any, strategy: Any, points: list[dict[str, Any]], *_: Any) -> list[list[float]]:
+        return [[math.inf] if p["lr"] > 2e-3 else [abs(math.log(p["lr"] / 1e-3)) + p["outer_lr"]] for p in points]
+
+    monkeypatch.setattr(study.Study, "_sweep", losses)
+    arm = study.Study(study.SCALES["gpt"]).arm("cliff", DeMoStrategy, {"lr": [0.004, 0.008, 0.016], "outer_lr": (1, 2)})
+    assert arm.best == {"lr": 1e-3, "outer_lr": 1}
+
+
+def test_seeds_in_which_one_arm_alone_diverges_count_against_it() -> None:
+    study = importlib.import_module("study")
+    lost = study.difference([math.inf] * 5 + [1.0] * 3, [2.0] * 8)
+    assert (lost.mean, lost.seeds, lost.diverged, lost.lost, lost.sign) == (-1.0, 3, 5, 5, 1)
+    both = study.difference([math.inf] * 5 + [1.0, 1.1, 1.2], [math.inf] * 5 + [2.0] * 3)
+    assert (both.diverged, both.lost, both.sign) == (5, 0, -1)
+    few = study.difference([math.inf] * 2 + [1.0, 1.1] * 3, [2.0] * 8)
+    assert (few.lost, few.sign) == (2, -1)
 
 
 def test_a_walk_says_where_it_had_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,8 @@ def ask(name: str, path: Path, scale: str, args: argparse.Namespace) -> None:
     module = loaded(path)
     if scale not in getattr(module, "SCALES", tuple(SCALES)):
         return
-    edition = hashlib.sha256(path.read_bytes()).hexdigest()[:8]  # what an older edition trained is not this one's
+    source = path.read_bytes() + (FOLDER / "study.py").read_bytes()  # what older ones trained is not these ones'
+    edition = hashlib.sha256(source).hexdigest()[:8]
     kept = None if args.quick else args.kept / f"{name}_{scale}_{edition}.json"
     study = Study(SCALES[scale], kept, args.quick)
     answer = module.ask(study)
@@ -85,6 +86,7 @@ def ask(name: str, path: Path, scale: str, args: argparse.Namespace) -> None:
 
 
 def as_json(study: Study, answer: Answer) -> dict[str, Any]:
+    """The answer as plain data. "settings" are those of the scale: a question may have others, see its head."""
     arms = {arm.name: {"best": {k: str(v) for k, v in arm.best.items()}, "edge": arm.edge, "loss": finite(arm.mean())}
             for arm in study.arms.values()}  # fmt: skip
     rows = {label: {k: finite(v) for k, v in row._asdict().items()} for label, row in answer.rows.items()}

@@ -33,7 +33,7 @@ def snoo(lr: float, outer_lr: float, H: int, momentum: float = 0.0) -> DiLoCoStr
 
 def ask(study: Study) -> Answer:
     alone: dict[str, Any] = {"num_nodes": 1, "batch_size": 16}
-    outer, H = {"lr": RATES, "outer_lr": (0.25, 0.5, 1.0)}, max(1, study.steps // 40)
+    outer, H = {"lr": RATES, "outer_lr": [0.25, 0.5, 1.0]}, max(1, study.steps // 40)
     plain = study.arm("AdamW", adamw, {"lr": RATES}, **alone)
     longer = study.arm("AdamW, 1.5 x", adamw, {"lr": RATES}, max_steps=study.steps * 3 // 2, **alone)
     ahead = study.arm("Lookahead", partial(snoo, H=H), outer, **alone)

@@ -4,8 +4,8 @@ Setting: 4 nodes and the authors' schedule: crashes at 25, 50 and 75 % of 26.7 M
 DDP goes back to its last checkpoint, one a minute; DiLoCo's victim is absent from the round. A step lasts as without
 crashes; there DDP needs 407 steps, DiLoCo 69, 13, 7 or 2 rounds (0.752 s a step, 6.2 s an evaluation in 30 s). Two
 answers: with crashes the target needs as many rounds ("rounds"), or as many merged steps of nodes ("steps").
-Claim: 124 M parameters to a loss of 2.5: DDP takes 675 s with crashes and 356 s without, 1.90 times as many; DiLoCo
-1.13, 1.15, 1.16, 1.57 at H = 10, 50, 100, 500 (beau-lilly/diloco-vs-ddp-failures, scripts/plot_from_numbers.py).
+Claim: 124 M parameters to a loss of 2.5: DDP takes 675 s with crashes and 356 s without, 1.90 times; DiLoCo 1.13,
+1.15, 1.16, 1.57 at H = 10, 50, 100, 500 (beau-lilly/diloco-vs-ddp-failures, project/scripts/plot_from_numbers.py).
 Verdict: AGREES if each measured ratio lies between the two answers, give or take 0.05 (DDP has one answer, "steps");
 ORDER ONLY if "steps" has their order; DISAGREES otherwise.
 """
