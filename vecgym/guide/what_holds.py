@@ -13,8 +13,8 @@ answers in `benchmarks/results/`.
 How each question was asked:
 
 - Every arm is tuned over one grid, on seeds that are not compared (but atlas 2 moves its table on the compared seeds, and
-  atlas 13 and 18 choose the best of several tuned arms on them). A best value at the end of a grid extends it. At
-  *gpt* a local search replaces the whole grid (except in published 3, 6, 11, 16 and atlas 1, 12): it goes from the middle to the
+  atlas 13 and 18 choose the best of several tuned arms on them). A best value at the end of a grid extends it. At *gpt* a
+  local search replaces the whole grid (except in published 3, 6, 11, 16 and atlas 1, 12): it goes from the middle to the
   best of the points beside it, until none of these has a lower mean over the two seeds.
 - Arms compete on 8 other seeds, which vary the initial weights, the order of the data and its partition. A difference is
   a mean over pairs of runs with its standard error, in nats of the validation loss unless said: negative is better.
@@ -24,11 +24,12 @@ How each question was asked:
   be needed, or the setting cannot tell).
 
 Three scales: *tiny*, a network of 2,400 parameters on scikit-learn's digits; *text*, a character GPT of 17,000 parameters on
-the source of Python's library; *gpt*, one of 800,000 parameters. 200 steps on 8 nodes unless the head of the file says otherwise. Empty cells: questions
-about classes of images, and those about a formula or a clock, have no *text*; *gpt* takes half an hour to several hours of
-a core a question; thirteen of 32 were asked. All three are small. A DISAGREES means that the finding does not hold *here*, and
-not that it was wrong where it was made: what was measured with 100 million parameters over 100,000 steps may need these.
-It does mean that the finding is not universal.
+the source of Python's library; *gpt*, one of 800,000 parameters. 200 steps on 8 nodes unless the head of the file says
+otherwise. Like data are IID; of unlike data a node has 2 shards of the sorted classes, or a stretch of the text. Empty
+cells: questions about classes of images, and those about a formula or a clock, have no *text*; *gpt* takes half an hour to
+several hours of a core a question; thirteen of 32 were asked. All three are small. A DISAGREES means that the finding does
+not hold *here*, and not that it was wrong where it was made: what was measured with 100 million parameters over 100,000
+steps may need these. It does mean that the finding is not universal.
 
 ## Published findings
 
