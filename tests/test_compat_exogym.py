@@ -362,6 +362,11 @@ def test_calls_of_torch_distributed_inside_a_strategy() -> None:
 # ---------------------------------------------------------------------------------------------------------- options
 
 
+def test_a_strategy_without_an_optimizer_says_so() -> None:
+    with pytest.raises(RuntimeError, match="node 0: TypeError: Plain has no optimizer: give it optim_spec="):
+        fit(Plain())
+
+
 class Connected(Trainer):
     def _build_connection(self) -> None:
         raise AssertionError("there are no processes")
@@ -390,7 +395,6 @@ def test_an_option_without_effect_warns(make: Callable[[], Any], message: str) -
         (lambda: DiLoCoStrategy(SGD, h=5), "no argument 'h'; did you mean 'H'|no argument 'h'"),
         (lambda: SimpleReduceStrategy(SGD, maxnorm=1), "no argument 'maxnorm'; did you mean 'max_norm'"),
         (lambda: DiLoCoStrategy(inner_optm="adam"), "no argument 'inner_optm'; did you mean 'inner_optim'"),
-        (lambda: fit(Plain()), "Plain has no optimizer: give it optim_spec="),
         (lambda: FedAvgStrategy(inner_optim=SGD, optim_spec=ADAMW), "twice"),
         (lambda: DiLoCoStrategy(SGD, OUTER, outer_optim="sgd"), "twice"),
         (lambda: SPARTADiLoCoStrategy(SGD, optim_spec=ADAMW), "twice"),
