@@ -191,8 +191,8 @@ class Study:
     def _walked(self, axes: Grid, seeds: Sequence[int], trained: Trained) -> tuple[Point, str]:
         """Return the end of a walk from the middle of the grid, and the axes on which it is still at the edge.
 
-        The end is no worse than every point that differs on one axis, by one value. The walk has the first seed, and
-        goes on from its end with all of them. Where all diverge it goes down on the first axis, the inner rate.
+        The end is no worse than every point near it, see `_near`. The walk has the first seed, and goes on from its
+        end with all of them. Where all diverge it goes down on the first axis, the inner rate.
         """
         at = {axis: values[(len(values) - 1) // 2] for axis, values in axes.items()}
         left, first = dict.fromkeys(axes, MOST_LONGER), next(iter(axes))
@@ -253,16 +253,25 @@ def _at_edge(axes: Grid, point: Point) -> list[str]:
 
 
 def _near(axes: Grid, point: Point) -> list[Point]:
-    """Return a point, and all that differ from it on one axis, by one value.
+    """Return a point, and all that differ by one value on one axis, or on two lists, on one up and on the other down.
+
+    (An outer rate makes up for an inner one, so that the best of one axis depends on the other.)
 
     >>> _near({"lr": [0.1, 0.2, 0.4], "H": (2, 4)}, {"lr": 0.2, "H": 2})
     [{'lr': 0.2, 'H': 2}, {'lr': 0.1, 'H': 2}, {'lr': 0.4, 'H': 2}, {'lr': 0.2, 'H': 4}]
+    >>> _near({"lr": [0.1, 0.2], "outer_lr": [0.4, 0.8]}, {"lr": 0.1, "outer_lr": 0.8})[3:]
+    [{'lr': 0.2, 'outer_lr': 0.4}]
     """
-    found = [point]
-    for axis, values in axes.items():
-        place = list(values).index(point[axis])
-        found += [{**point, axis: values[i]} for i in (place - 1, place + 1) if 0 <= i < len(values)]
-    return found
+
+    def moved(**steps: int) -> Point | None:
+        places = {axis: axes[axis].index(point[axis]) + step for axis, step in steps.items()}
+        inside = all(0 <= place < len(axes[axis]) for axis, place in places.items())
+        return {**point, **{axis: axes[axis][place] for axis, place in places.items()}} if inside else None
+
+    pairs = itertools.combinations([axis for axis, values in axes.items() if isinstance(values, list)], 2)
+    ways = [{axis: step} for axis in axes for step in (-1, 1)]
+    ways += [{a: step, b: -step} for a, b in pairs for step in (-1, 1)]
+    return [point, *(near for way in ways if (near := moved(**way)) is not None)]
 
 
 def _longer(values: Sequence[Any], at: Any) -> list[Any]:

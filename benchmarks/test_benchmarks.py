@@ -765,6 +765,18 @@ def test_a_walk_leaves_rates_at_which_all_diverges(monkeypatch: pytest.MonkeyPat
     assert arm.best == {"lr": 1e-3, "outer_lr": 1}
 
 
+def test_a_walk_follows_a_valley_in_which_one_rate_makes_up_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    study = importlib.import_module("study")
+
+    def losses(self: Any, strategy: Any, points: list[dict[str, Any]], *_: Any) -> list[list[float]]:
+        return [[10 * abs(math.log(p["lr"] * p["outer_lr"] / 0.008)) + abs(math.log(p["lr"] / 1e-3))] for p in points]
+
+    monkeypatch.setattr(study.Study, "_sweep", losses)
+    grid = {"lr": [0.002, 0.004, 0.008], "outer_lr": [1.0, 2.0, 4.0]}
+    assert study.Study(study.SCALES["gpt"]).arm("valley", DeMoStrategy, grid).best == {"lr": 1e-3, "outer_lr": 8.0}
+
+
 def test_seeds_in_which_one_arm_alone_diverges_count_against_it() -> None:
     study = importlib.import_module("study")
     lost = study.difference([math.inf] * 5 + [1.0] * 3, [2.0] * 8)

@@ -15,7 +15,8 @@ How each question was asked:
 - Every arm is tuned over one grid, on seeds that are not compared (but atlas 2 moves its table on the compared seeds, and
   atlas 13 and 18 choose the best of several tuned arms on them). A best value at the end of a grid extends it. At *gpt* a
   local search replaces the whole grid (except in published 3, 6, 11, 16 and atlas 1, 12): it goes from the middle to the
-  best of the points beside it, until none of these has a lower mean over the two seeds.
+  best of the points that differ by one value on one axis, or on two, up on one and down on the other, until none of these
+  has a lower mean over the two seeds.
 - Arms compete on 8 other seeds, which vary the initial weights, the order of the data and its partition. A difference is
   a mean over pairs of runs with its standard error, in nats of the validation loss unless said: negative is better.
 - Two seeds choose the rates. Near the edge of stability they choose badly now and then, so that a difference below 0.02
