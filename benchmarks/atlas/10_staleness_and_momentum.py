@@ -2,7 +2,8 @@
 
 Setting: 1, 2, 4, 8 and 16 nodes of equal speed that send their movements to a server every H = 5 steps of AdamW: the
 staleness is the number of nodes less one. 80 updates of the server, however many nodes there are; inner and outer rate
-tuned for each number of nodes and each momentum: none, Nesterov 0.3, 0.6 and 0.9. Outer rates count 1 - momentum.
+tuned for each number of nodes and each momentum: none, Nesterov 0.3, 0.6 and 0.9. Outer rates are in units of
+1 - momentum.
 Expected: Nesterov 0.9 loses to none from 4 nodes on; the best momentum is 0.6, 0.6, 0.3, 0 and 0.
 Verdict: AGREES if 0.9 minus none is clearly positive (two standard errors) at 4, 8 and 16 nodes, and neither at 1 nor
 at 2; ORDER ONLY if it is clearly positive at 16 and not at 1, and clearly larger at 16 than at 1; DISAGREES if it is

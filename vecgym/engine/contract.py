@@ -429,7 +429,7 @@ def derivative_error(cause: str) -> RuntimeError:
 
 
 def check_memory(error: Exception, num_nodes: int, model: nn.Module) -> None:
-    """If memory ran out, raise an error with the amount that was requested, and advice."""
+    """Raise an error with the amount that was requested, and advice, if memory ran out."""
     on_device, text = isinstance(error, torch.OutOfMemoryError), str(error)
     pythons = isinstance(error, MemoryError) and (text == "" or "nable to allocate" in text)
     if ADVICE in text or not (on_device or pythons or "allocate memory" in text):

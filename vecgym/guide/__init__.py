@@ -16,7 +16,7 @@ says what its K copies exchange, and when:
 >>> trainer.ledger  # all that was sent
 Ledger(5 collectives, 2,940 bytes sent per node)
 
-What differs between strategies is how much they learn, and how many bytes that takes:
+Strategies differ in the loss that they reach, and in the bytes that this takes:
 
 ![Loss of a small GPT on 8 nodes under five strategies, left against optimizer steps, right against bytes sent](../../notebooks/figures/compare.png)
 

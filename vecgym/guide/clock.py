@@ -169,7 +169,7 @@ of the parameters; each parameter counts as a layer, with a share by its size or
   waits for its neighbours only. A message from node to node leaves when its sender is ready and the one before arrived.
 - `Compute(..., overlap=False)`: nothing overlaps.
 
-What a code sends (top-k, quantised values) is shared among its messages by the parameters' sizes. Transfers of tensors
+The bytes of a code (top-k, quantised values) are shared among its messages by the parameters' sizes. Transfers of tensors
 that are no parameters leave at the end of the backward pass.
 
 Nodes that are absent (`availability`) do not compute: the ledger knows who was there, whatever the run is priced for.
@@ -202,7 +202,7 @@ time depends on these steps too: price `learned.strategy(max_steps)` in the same
 ## In a run
 
 `fit(..., network=, compute=)` adds the columns `sim_seconds` and `sim_utilization` to the history, for loggers, the
-progress bar and `trainer.plot(x="sim_seconds")`. What is trained does not change by a bit. `vecgym price RUN_FOLDER`
+progress bar and `trainer.plot(x="sim_seconds")`. Training does not change by a bit. `vecgym price RUN_FOLDER`
 prices the checkpoint of a run from the command line.
 
 >>> averaged = trainer.fit(strategy, num_nodes=8, max_steps=20, device="cpu", progress=False,

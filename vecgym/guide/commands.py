@@ -53,7 +53,7 @@ processes. `run` and `sweep` replace earlier results only with `--overwrite`; `c
 deviation), and a second table has the differences to the first strategy, seed by seed, with their 95 % intervals.
 
 `vecgym plot` and `vecgym report` take the folders of `vecgym run`, a `CSVLogger` and `fit(save_dir=)`, checkpoints and
-files of `trainer.save`; a folder without a run stands for those in it. What a report says is in `vecgym.guide.results`.
+files of `trainer.save`; a folder without a run stands for those in it. The content of a report is described in `vecgym.guide.results`.
 The folder of `vecgym run` has a history, but no ledger. For a report with a timeline, and for `vecgym price`, save the run
 too: `--set save_dir=runs/diloco-20/saved`.
 

@@ -82,7 +82,7 @@ no counts:
 | `asynchronous`, `servers` | `EventDriven`, whose rules say when nodes meet a server; how it takes what arrives |
 | `per_rank` | strategies written for one rank, and their threads |
 
-What is written once for all of them: an interval, a delay, fragments, participation and lost messages are the exchange's;
+Some things are written once for all of them: an interval, a delay, fragments, participation and lost messages are the exchange's;
 error feedback is an average's; counts of steps are the event's; learning rates are the optimizer's.
 
 A sweep (`vecgym.simulation.Stack`) is rows. Configurations that differ in numbers only are a group, with one call of each
@@ -101,7 +101,7 @@ From `fit` to the recorded loss:
 5. `meet` walks along the exchange's stages: each has its `send`, the average agrees through `part.comm`, and on the way
    back each has its `receive` and its `write`. The ledger (collectives) notes the bytes. A delayed exchange is two events:
    at `agree` the nodes make a message, at `write` they receive and write it.
-6. What was assigned is put back, and `Recorder` (runs) makes the row of the history.
+6. The assigned state is put back, and `Recorder` (runs) makes the row of the history.
 
 All of this, in a step of DiLoCo with an exchange, is in 28 files, which a test counts. `after_step`, limits,
 validation and a clock add theirs.

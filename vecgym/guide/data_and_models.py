@@ -32,7 +32,7 @@ Linear(in_features=20, out_features=1, bias=True)
 - Where the loss is a mean over something else than examples, such as tokens of which some have the label -100, it says
   over how many: `{"loss": loss, "weight": (labels != -100).sum()}`. The parts of a batch (`gradient_accumulation`,
   `minibatch_size`, `max_memory_usage`) are then weighted by it, so that they give the gradient of the whole batch; so are
-  the batches of a validation, for every metric of the dict. What weighs 0 counts for nothing, even if its loss is nan.
+  the batches of a validation, for every metric of the dict. A loss of weight 0 counts for nothing, even if its loss is nan.
   Of each node it is the mean over its own tokens. Nodes count alike, as in torch's DDP; `FedAvgStrategy(weighting=...)`
   weights them by their examples, or by numbers of one's own, such as the tokens of each:
   `[(labels[rows] != -100).sum().item() for rows in partition.indices]`.

@@ -28,7 +28,7 @@ that takes the place of `H`: 0 means no exchange and 1 a full one; in between, s
 torch.Size([20])
 
 `outcome.loss` is the loss of the average of the nodes on `eval_batch`. The trajectory is that of `Trainer.fit`. In the
-tests, gradients equal finite differences to 1e-6 for every strategy and every number. What has no influence has
+tests, gradients equal finite differences to 1e-6 for every strategy and every number. A number without influence has
 gradient 0.
 
 - `segments=32` stores the state between 32 parts of the run only, and computes each part again in the backward pass.

@@ -1,7 +1,7 @@
 """Performance: what was measured, and how
 
-Figures are for float32 and torch 2.13 on virtual machines with 2 cores of an AMD EPYC that has AVX-512. What is compared ran in
-processes of its own that took turns. The scripts in `benchmarks/` measure your own machine.
+Figures are for float32 and torch 2.13 on virtual machines with 2 cores of an AMD EPYC that has AVX-512. Alternatives ran in
+processes of their own that took turns. The scripts in `benchmarks/` measure your own machine.
 
 ## A training step
 

@@ -191,6 +191,6 @@ computed, waited and sent, all settings, and the environment in which it ran:
 >>> re.findall("<td>(mean)</td><td>(.*?)</td><td>(.*?)</td>", page)  # calls, and in which steps
 [('mean', '2', '10 to 20'), ('mean', '4', '5 to 20')]
 
-What was sent by operation, and the timeline, are in checkpoints and files of `trainer.save`; what a `CSVLogger` alone wrote
-has the totals.
+The bytes of each operation, and the timeline, are in checkpoints and files of `trainer.save`; the file of a `CSVLogger`
+alone has the totals.
 """
