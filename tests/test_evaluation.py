@@ -116,10 +116,11 @@ def test_batches_of_a_sweep_at_once(same: bool, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.filterwarnings("ignore:the seeds do not vary")
 @pytest.mark.parametrize(("lrs", "seeds"), [([0.1], [0]), ([0.1, 0.2], [0]), ([0.1, 0.2], [0, 1])])
-def test_nodes_that_begin_alike_are_measured_once(
-    lrs: list[float], seeds: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "H", "alike"), [("MLP", 1, True), ("MLP", 2, False), ("CNN", 1, False)])
+def test_nodes_that_are_alike_are_measured_once(
+    lrs: list[float], seeds: list[int], name: str, H: int, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, each model of a sweep; afterwards the averaged models, and all nodes."""
+    """Before the first step, with the averaged model, and after a merge; else, as with unequal buffers, all."""
     sizes: list[int] = []
     measured = Engine._measured
 
@@ -127,17 +128,27 @@ def test_nodes_that_begin_alike_are_measured_once(
         sizes.append(len(next(iter(params.values()))))
         return measured(engine, params, *others)
 
+    def swept() -> Any:
+        sizes.clear()
+        return sweep(
+            make_model(name), dataset(name), dataset(name, 4, seed=1), num_nodes=3, max_steps=3, batch_size=4,
+            strategy=lambda lr: FedAvgStrategy("sgd", H=H, lr=lr), grid={"lr": lrs, "seed": seeds}, progress=False,
+            device="cpu", val_interval=None,
+        )  # fmt: skip
+
     monkeypatch.setattr(Engine, "_measured", noted)
-    val = dataset("MLP", 4, seed=1)
-    result = sweep(
-        make_model("MLP"), dataset("MLP"), val, num_nodes=3, max_steps=1, batch_size=4, progress=False, device="cpu",
-        strategy=lambda lr: FedAvgStrategy("sgd", H=1, lr=lr), grid={"lr": lrs, "seed": seeds},
-    )  # fmt: skip
+    result = swept()
     num_configs = len(result)
-    assert sizes == [num_configs, num_configs, 3 * num_configs]
+    assert sizes == [num_configs, num_configs, num_configs if alike else 3 * num_configs]
     start = result.history(0).rows[0]
     assert start["val_losses"].tolist() == [start["val_loss"]] * 3
     assert start["val_loss_local"] == pytest.approx(start["val_loss"])
+    monkeypatch.setattr(evaluation, "_alike", lambda *_: False)
+    for i, (row, other) in enumerate(zip(result.rows, swept().rows, strict=True)):
+        assert row["val_loss"] == other["val_loss"]
+        assert row["val_loss_local"] == pytest.approx(other["val_loss_local"])
+        assert result.history(i).rows[-1]["val_losses"].shape == (3,)
+    assert sizes[-1] == 3 * num_configs
 
 
 def test_distances_are_those_of_each_configuration_alone(request: pytest.FixtureRequest) -> None:

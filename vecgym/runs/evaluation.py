@@ -51,11 +51,14 @@ def _measured(
     # If each node has its own validation set, the averaged model has a loss on each of them.
     if sets[0].per_node and C > 1:
         means = [nodes.expand(x, num_local) for x in means]
-    each_node = values if C == 1 or same else tuple(nodes.expand(x, num_local) for x in values)
-    measured: Measured = {}
-    whose: Places = []
     distinct, which = places(sets)
     own_batches = sets[0].per_node or len(distinct) > 1
+    if not (same or own_batches) and _alike(values, C):  # as after a merge
+        each_node: Sequence[Tree] = [tree.map(lambda x: x[:: len(x) // C], y) for y in values]
+    else:
+        each_node = values if C == 1 or same else [nodes.expand(x, num_local) for x in values]
+    measured: Measured = {}
+    whose: Places = []
     which, repeats = (which, 1 if sets[0].per_node else num_local // C) if own_batches else ([0], 1)
     most = batches_at_once(engine.plan, engine.facts, comm.num_nodes, engine.device)
     for pieces in _at_once(_batches(distinct, C, num_local), which, repeats, most):
@@ -73,6 +76,12 @@ def _measured(
             measured.setdefault(name, []).extend(zip(*[x.unbind(1) for x in pair]) if several else [pair])
         whose += [(size, rows) for _, size, rows in pieces]
     return measured, whose
+
+
+def _alike(values: tuple[Tree, Tree], num_configs: int) -> bool:
+    """Say whether all nodes of each configuration have the same parameters and buffers."""
+    each = (x.unflatten(0, (num_configs, -1)) for x in tree.leaves(values))
+    return all(bool((x == x[:, :1]).all()) for x in each if x.shape[1] > 1)
 
 
 def _readers(values: Sequence[Tree], rows: Tensor | None) -> Sequence[Tree]:
