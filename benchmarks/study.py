@@ -139,6 +139,7 @@ class Study:
     arms: dict[str, Arm] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._ends: dict[tuple[str, str], Any] = {}  # of walks: an axis and its list -> the best value
         self._kept = json.loads(self.file.read_text()) if self.file is not None and self.file.exists() else {}
 
     @property
@@ -189,12 +190,15 @@ class Study:
         return best, ", ".join(at_edge)
 
     def _walked(self, axes: Grid, seeds: Sequence[int], trained: Trained) -> tuple[Point, str]:
-        """Return the end of a walk from the middle of the grid, and the axes on which it is still at the edge.
+        """Return the end of a walk on the grid, and the axes on which it is still at the edge.
 
-        The end is no worse than every point near it, see `_near`. The walk has the first seed, and goes on from its
-        end with all of them. Where all diverge it goes down on the first axis, the inner rate.
+        The end is no worse than every point near it, see `_near`. The walk begins at the end of the last one that had
+        the same list, on other axes in the middle, with the first seed, and goes on from its end with all of them.
+        Where all diverge it goes down on the first axis, the inner rate.
         """
-        at = {axis: values[(len(values) - 1) // 2] for axis, values in axes.items()}
+        lists = {axis: (axis, str(values)) for axis, values in axes.items()}
+        at = {axis: self._ends.get(lists[axis], values[(len(values) - 1) // 2]) for axis, values in axes.items()}
+        axes = {axis: _up_to(values, at[axis]) for axis, values in axes.items()}
         left, first = dict.fromkeys(axes, MOST_LONGER), next(iter(axes))
         for some in (seeds[:1], seeds):
             before = None
@@ -207,6 +211,7 @@ class Study:
                 means = [statistics.fmean(row[-1] for row in rows) for rows in trained(near, some)]
                 ranks = [(mean, at[first] if math.isinf(mean) else 0) for mean, at in zip(means, near)]
                 at = near[min(range(len(near)), key=ranks.__getitem__)]
+        self._ends |= {lists[axis]: value for axis, value in at.items()}
         return at, ", ".join(_at_edge(axes, at))
 
     def _trained(
@@ -284,6 +289,17 @@ def _longer(values: Sequence[Any], at: Any) -> list[Any]:
     new = low[0] * low[0] / low[1] if at == values[0] else high[1] * high[1] / high[0]
     new = max(1, round(new)) if isinstance(at, int) else float(f"{new:.6g}")
     return [*dict.fromkeys([new, *values] if at == values[0] else [*values, new])]
+
+
+def _up_to(values: Sequence[Any], value: Any) -> Sequence[Any]:
+    """The values, longer up to one that they once reached.
+
+    >>> _up_to([0.1, 0.2], 0.05), _up_to(("a", "b"), "b")
+    ([0.05, 0.1, 0.2], ('a', 'b'))
+    """
+    while value not in values:
+        values = _longer(values, values[0] if value < values[0] else values[-1])
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ scales

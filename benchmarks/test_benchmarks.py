@@ -777,6 +777,30 @@ def test_a_walk_follows_a_valley_in_which_one_rate_makes_up_for_another(monkeypa
     assert study.Study(study.SCALES["gpt"]).arm("valley", DeMoStrategy, grid).best == {"lr": 1e-3, "outer_lr": 8.0}
 
 
+def test_a_walk_begins_where_the_last_one_with_the_same_list_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    study = importlib.import_module("study")
+    trained: list[dict[str, Any]] = []
+
+    def losses(self: Any, strategy: Any, points: list[dict[str, Any]], *_: Any) -> list[list[float]]:
+        trained.extend(points)
+        return [[abs(math.log(p["lr"] / 1e-4)) + abs(p["H"] - 8) + abs(p["beta"] - 0.8)] for p in points]
+
+    monkeypatch.setattr(study.Study, "_sweep", losses)
+    asked = study.Study(study.SCALES["gpt"])
+    grid = {"lr": [1e-2, 1e-1, 1.0], "H": [64, 128], "beta": (0.5, 0.8)}
+    best = {"lr": 1e-4, "H": 8, "beta": 0.8}
+    assert asked.arm("one", DeMoStrategy, grid).best == best
+    counts = [len(trained)]
+    for name, other in (("two", grid), ("three", grid | {"lr": [2e-2, 2e-1]})):
+        trained.clear()
+        assert asked.arm(name, DeMoStrategy, other).best["H"] == 8
+        counts.append(len(trained))
+        assert trained[0] == best | {"lr": 1e-4 if other is grid else 2e-2, "seed": 100}
+    assert counts[1] == 2 * 8 + 8  # the point, three axes' and the diagonal's neighbours, two seeds; the compared ones
+    assert counts[1] < counts[2] < counts[0]
+
+
 def test_seeds_in_which_one_arm_alone_diverges_count_against_it() -> None:
     study = importlib.import_module("study")
     lost = study.difference([math.inf] * 5 + [1.0] * 3, [2.0] * 8)
