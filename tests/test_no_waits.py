@@ -343,14 +343,14 @@ def test_a_run_waits_only_where_it_fetches(name: str, monkeypatch: pytest.Monkey
     assert waits.found == []
     assert run.history["step"] == list(range(13))
     # At 5 and 10 the losses; with an evaluation the losses, how far apart the nodes were before they exchanged
-    # parameters (they are not where these are stored once), and all that it measured.
-    each = 2 if CARDS[name].replicated else 3
+    # parameters, whether they still are (they are not where these are stored once), and all that it measured.
+    each = 2 if CARDS[name].replicated else 4
     assert fetching.steps == [0, 5, *[6] * each, 10, *[12] * each]
 
 
 def test_by_default_the_losses_are_fetched_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     fetching, _, _ = run_on_meta(from_catalogue("diloco"), monkeypatch, val_interval=None)
-    assert fetching.steps == [0, *range(1, 12), 12, 12, 12]
+    assert fetching.steps == [0, *range(1, 12), 12, 12, 12, 12]
 
 
 # ------------------------------------------------------------------------------- rows whose losses are on a device yet
