@@ -850,3 +850,14 @@ def test_shapes_are_checked_by_hand_too() -> None:
         ValueError, match=re.escape("Wrong() returned 'w' of the values in shape []; expected [1 or 2]")
     ):
         Wrong()({"w": torch.tensor([1.0, 3.0])}, Part.alone(StackedCollectives(2)))
+
+
+@pytest.mark.parametrize(("method", "wrong"), [
+    ("send", "Silent(Mean()).send returned None; return the values that the average gets."),
+    ("receive", "Silent(Mean()) returned None as values; expected a dict, name -> tensor."),
+    ("write", "Silent(Mean()) returned None as values; expected a dict, name -> tensor."),
+])  # fmt: skip
+def test_a_stage_that_returns_nothing_is_told_so(method: str, wrong: str) -> None:
+    silent = type("Silent", (Stage,), {method: lambda self, *_: None})(Mean())
+    with pytest.raises(TypeError, match=f"^{re.escape(wrong)}"):
+        silent({"w": torch.tensor([1.0, 3.0])}, Part.alone(StackedCollectives(2)))

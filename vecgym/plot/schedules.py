@@ -91,7 +91,7 @@ def plot_influence(
         shown = style.every_few(len(array))
         axes.set_xticks(shown, [str((steps or range(len(array)))[i]) for i in shown])
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel=where, ylabel="node", title="what each message is worth")
+        axes.set(xlabel=where, ylabel="node", title="worth of each message")
         return style.done(figure, title, path)
     heights = style.vector("values", array)
     at = np.arange(len(heights)) if steps is None else np.asarray(steps)
@@ -99,7 +99,7 @@ def plot_influence(
     spread = None if errors is None or not np.isfinite(np.asarray(errors)).all() else np.asarray(errors, dtype=float)
     axes.bar(at, heights, width=width, yerr=spread, color=style.COLOURS[0], capsize=2)
     axes.axhline(0, color="0.3", linewidth=0.8)
-    style.finish(axes, f"what each {'exchange' if steps is not None else 'node'} is worth", where, label)
+    style.finish(axes, f"worth of each {'exchange' if steps is not None else 'node'}", where, label)
     return style.done(figure, title, path)
 
 

@@ -280,7 +280,7 @@ def plot_pareto(
         style.scale_bytes(axes, [row[x] for row in means])
     _legend_of_values(axes, hue, values)
     seeds = "" if data.over is None else f": mean and range of {len(complete[0])} {data.over}s"
-    return style.done(figure, data.title(title or f"{column_label(data.value)} and what it costs{seeds}"), path)
+    return style.done(figure, data.title(title or f"{column_label(data.value)} and its cost{seeds}"), path)
 
 
 def _incomplete(data: PlotData) -> ValueError:

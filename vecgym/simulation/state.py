@@ -408,17 +408,17 @@ def check_values(
     >>> check_values({}, {"w": torch.zeros(2, 3)}, 2, int)
     Traceback (most recent call last):
     ...
-    ValueError: <class 'int'> returned values that leaves out w; expected the names it was given: w.
+    ValueError: <class 'int'> returned values without w; expected the names it was given: w.
     """
     if new is old:
         return old
     if not isinstance(new, dict):
         raise TypeError(f"{who!r}{hook} returned {a_kind(new)} as {what}; expected a dict, name -> tensor.")
     if new.keys() != old.keys():
-        odd = "leaves out" if (missing := old.keys() - new.keys()) else "adds"
+        odd = "without" if (missing := old.keys() - new.keys()) else "with unknown"
         names = ", ".join(sorted(map(str, missing or new.keys() - old.keys())))
         raise ValueError(
-            f"{who!r}{hook} returned {what} that {odd} {names}; expected the names it was given: {', '.join(old)}."
+            f"{who!r}{hook} returned {what} {odd} {names}; expected the names it was given: {', '.join(old)}."
         )
     for name, x in new.items():
         y = old[name]

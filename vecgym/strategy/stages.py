@@ -322,6 +322,8 @@ Mean()]
         for stage in self.each[:-1]:
             given.append((stage, x, part, memory))
             sent = stage.send(x, part, memory)  # type: ignore[attr-defined]
+            if sent is None:
+                raise TypeError(f"{stage!r}.send returned None; return the values that the average gets.")
             if part.inplace != memory.inplace and not _share(sent, x):  # new tensors may be overwritten
                 part = altered(part, inplace=memory.inplace)
             x, memory = sent, stage.within(part, memory)
