@@ -146,6 +146,13 @@ class Stopping(Trainer):
             raise StopIteration
 
 
+def test_what_other_processes_would_not_call_is_refused() -> None:
+    trainer = Stopping(make_model("MLP"), dataset("MLP"))
+    with pytest.raises(ValueError, match=r'^after_step is not called with backend="processes": give logger= or stop='):
+        trainer.fit(STRATEGIES["DiLoCo"](), 3, max_steps=2, device="cpu", backend="processes", num_processes=3)
+    assert trainer.fit(STRATEGIES["DiLoCo"](), 3, max_steps=2, batch_size=4, device="cpu") is not None
+
+
 class StoppingLogger(Logger):
     def __init__(self, at_step: int = 5) -> None:
         self.at_step, self.steps, self.finished = at_step, [], 0  # type: tuple[int, list[int], int]

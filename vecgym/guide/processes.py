@@ -40,8 +40,8 @@ whatever W is.
 - **Ctrl-C** ends the run after a whole step, and a second one at once. The processes ignore it; the one that started
   them passes it on.
 - **Not supported**: strategies written for one rank, asynchronous ones, hooks on gradients, and derivatives through a
-  run. `Trainer.after_step` is not called, and `trainer.state` is None. Dropout masks differ from those of a single
-  process, unless `engine="loop"` or `exact=True` is set; these key the masks by node.
+  run. An override of `Trainer.after_step` is refused, and `trainer.state` is None. Dropout masks differ from those of a
+  single process, unless `engine="loop"` or `exact=True` is set; these key the masks by node.
 
 ## 8 GPUs, and several machines
 

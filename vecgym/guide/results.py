@@ -128,7 +128,7 @@ True
   was to be evaluated anyway, and in a resumed run that a narrower limit ends at once.
 - A logger, or an override of `Trainer.after_step`, may raise StopIteration. A logger gets a row when the next step has
   been taken, and on `backend="processes"` some steps later; `stop` and `after_step` end the run at once.
-  (Processes that `fit` starts do not call `after_step`.)
+  (An override is refused with processes that `fit` starts.)
 
 The progress bar shows loss, bytes and steps per second; `progress=False` turns it off. In a notebook `fit(live=True)`
 shows a figure of the loss against steps and against bytes below the cell, and draws it anew while the run goes on.

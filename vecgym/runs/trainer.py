@@ -223,13 +223,15 @@ class Trainer(Generic[M]):
         if options.backend != "distributed":
             check_alone(f'a run with backend="{options.backend}"', 'give backend="distributed", or ')
         task = Task(model, self.train_dataset, self.val_dataset)
+        overridden = getattr(self.after_step, "__func__", None) is not Trainer.after_step
+        if overridden and options.backend == "processes":
+            raise ValueError('after_step is not called with backend="processes": give logger= or stop= instead.')
         with self._alone(), counting_memory(options.num_nodes, self.model):
             if options.backend == "processes":
                 self.run = _ProcessesRun(task, options)
                 self.run.loop()
                 return self.run.average()
             with joined_nodes(options) as (comm, device):
-                overridden = getattr(self.after_step, "__func__", None) is not Trainer.after_step
                 kind: type[Run[M]] = AsyncRun if options.strategy.asynchronous else Run
                 self.run = kind(task, options, comm, device, self.after_step if overridden else None)
                 self.run.loop()
@@ -252,8 +254,8 @@ class Trainer(Generic[M]):
     def after_step(self, row: dict[str, Any]) -> None:
         """Override this: it is called with the complete row of each step, and before the first step.
 
-        If it raises StopIteration, the run ends after this step. It is not called with `backend="processes"`, where
-        other processes take the steps.
+        If it raises StopIteration, the run ends after this step. An override is refused with `backend="processes"`,
+        where other processes take the steps: give `logger=` or `stop=` instead.
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
