@@ -193,11 +193,13 @@ class Study:
         """Return the end of a walk on the grid, and the axes on which it is still at the edge.
 
         The end is no worse than every point near it, see `_near`. The walk begins at the end of the last one that had
-        the same list, on other axes in the middle, with the first seed, and goes on from its end with all of them.
-        Where all diverge it goes down on the first axis, the inner rate.
+        the same list. Else it begins at the lowest value of a list, since high rates make losses so noisy that it could
+        end there, and in the middle of a tuple. It has the first seed, and goes on from its end with all of them. Where
+        all diverge it goes down on the first axis, the inner rate.
         """
         lists = {axis: (axis, str(values)) for axis, values in axes.items()}
-        at = {axis: self._ends.get(lists[axis], values[(len(values) - 1) // 2]) for axis, values in axes.items()}
+        places = {axis: 0 if isinstance(values, list) else (len(values) - 1) // 2 for axis, values in axes.items()}
+        at = {axis: self._ends.get(lists[axis], values[places[axis]]) for axis, values in axes.items()}
         axes = {axis: _up_to(values, at[axis]) for axis, values in axes.items()}
         left, first = dict.fromkeys(axes, MOST_LONGER), next(iter(axes))
         for some in (seeds[:1], seeds):
