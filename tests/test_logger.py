@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 import vecgym
 from tests.fitting import Rows, alone, dataset, fit, same_run
@@ -529,7 +530,11 @@ def test_own_models_offer_perplexity_and_accuracy() -> None:
         (lambda loss: {"loss": loss, "hits": torch.ones(2)}, r"returned float32 \[2\] as 'hits'"),
         (lambda loss: {"loss": loss, "hits": (loss > 0).sum()}, r"returned int64 \[\] as 'hits'"),
         (lambda loss: {"loss": loss, "hits": 1.0}, "a float as 'hits'"),
-        (lambda loss: {"loss": loss, "losses": loss}, "called 'losses', which is already a column"),
+        (lambda loss: {"loss": loss, "losses": loss}, "metric 'losses' makes the column val_losses, which exists"),
+        (
+            lambda loss: {"loss": loss, "a": loss, "a_local": loss},
+            "'a_local' makes the column val_a_local, which exists",
+        ),
     ],
 )
 def test_wrong_metrics_are_refused(returned: Any, message: str) -> None:
@@ -539,6 +544,17 @@ def test_wrong_metrics_are_refused(returned: Any, message: str) -> None:
 
     with pytest.raises((TypeError, ValueError), match=message):
         fit(Wrong(), alone(), data=tagged(), val=tagged(), max_steps=1)
+
+
+def test_metrics_of_one_name_are_refused() -> None:
+    model = Tagger()
+    model.loss_metrics = {"loss": torch.exp}
+    with pytest.raises(ValueError, match="two metrics called 'loss', one of them in loss_metrics: rename it"):
+        fit(model, alone(), data=tagged(), val=tagged(), max_steps=1)
+    shards = lambda rank, num_nodes, train: Subset(tagged(), range(rank, 12, num_nodes))  # noqa: E731
+    trainer = Trainer(Tagger(), shards, shards, loss_fn=lambda m, b: {"loss": m(b), "loss_p10": m(b)})
+    with pytest.raises(ValueError, match="metric 'loss_p10' makes the column val_loss_p10, which exists: rename it"):
+        trainer.fit(alone(), num_nodes=2, max_steps=1, batch_size=2, progress=False, device="cpu")
 
 
 def test_wrong_loss_metrics_are_refused() -> None:

@@ -278,25 +278,25 @@ def test_other_names_shapes_and_rows_are_a_difference_without_a_size(here: Any) 
     assert max(gap.largest for gap in found) == math.inf
 
 
-class Plain(Own):
-    """Keeps what a checkpoint can hold besides tensors; `wrong`: not the same in each process."""
+class Keeping(Own):
+    """Keeps a count and a longer and longer list; `wrong`: not the same in each process."""
 
     def __init__(self, *, wrong: bool) -> None:
         self.wrong = wrong
 
     def init(self, values: Any, run: Any, memory: Memory) -> None:
-        memory.shared["kept"] = {"count": 0, "list": [torch.zeros(1, 2)], "none": None}
+        memory.shared["kept"] = {"count": torch.zeros(1), "list": [torch.zeros(1, 2)]}
 
     def agree(self, x: Any, part: Part, memory: Memory) -> Any:
         kept = memory.shared["kept"]
         count = kept["count"] + (len(part.comm.node_ids) if self.wrong else 1)
-        memory.shared["kept"] = {"count": count, "list": [*kept["list"], torch.ones(1, 2)], "none": "text"}
+        memory.shared["kept"] = {"count": count, "list": [*kept["list"], torch.ones(1, 2)]}
         return part.comm.mean(x)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_plain_values_in_a_state_are_compared_too(wrong: bool) -> None:
-    report = checked(of(Plain(wrong=wrong)), steps=2)
+def test_nested_values_in_a_state_are_compared_too(wrong: bool) -> None:
+    report = checked(of(Keeping(wrong=wrong)), steps=2)
     assert report.passed is not wrong
     if wrong:
         assert "step 0, strategy 0.0/kept.count of node 0: differs by 0.5" in str(report)

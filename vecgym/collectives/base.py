@@ -272,6 +272,9 @@ class Collectives(ABC):
                     f"comm.{operation} takes a tensor, or a dict of tensors by name, but {name!r} is "
                     f"{kind_of(value)}: call it for each dict."
                 )
+            if value.shape[self._axis : self._axis + 1] not in ((1,), (len(self.node_ids),)):
+                rows = f"{len(self.node_ids)} rows, of this process's nodes, or 1"
+                raise ValueError(f"comm.{operation} takes values with {rows}, but {name!r} is {list(value.shape)}.")
         names = None if isinstance(x, Tensor) else tuple(x)
         who = who if self.members is None else renamed(who, self.members)
         num_bytes = payload_bytes(x, self._axis + 1)

@@ -402,34 +402,6 @@ def strict(function: Callable[P, Result]) -> Callable[P, Result]:
     return call
 
 
-def renamed(**names: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Let a function refuse arguments by their old names, and give the new ones.
-
-    Args:
-        names: old name -> new name.
-
-    >>> @renamed(metric="column")
-    ... def best(column):
-    ...     return column
-    >>> best(metric="val_loss")
-    Traceback (most recent call last):
-    ...
-    TypeError: best() has no argument 'metric': it is called 'column'. Give column='val_loss'.
-    """
-
-    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            for old in names.keys() & kwargs.keys():
-                has = f"{function.__name__}() has no argument {old!r}: it is called {names[old]!r}."
-                raise TypeError(f"{has} Give {names[old]}={kwargs[old]!r}.")
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
 def fits(what_has: str, num_nodes: int | None, of_the_run: int, give: str) -> None:
     """Raise a ValueError unless values for so many nodes fit the run; None fits any.
 

@@ -146,7 +146,6 @@ def _text(value: Any) -> str:
 
 
 UNSAID: Any = object()
-FORMER = {"numbers": "batched", "own_numbers": "batched", "draws": "random", "own_draws": "random"}
 CONSTRUCTED = {"__init__", "__init_subclass__", "__repr__", "check"}  # methods that see one configuration only
 
 
@@ -166,12 +165,6 @@ def declare(cls: type, batched: Any, random: Any = UNSAID) -> None:
     TypeError: class Scaled: batched=('factors',) names 'factors', which is no argument of its constructor: factor.
     """
     body = vars(cls)
-    if former := [name for name in FORMER if name in body]:
-        given = ", ".join(f"{FORMER[name]}={body[name]!r}" for name in former)
-        raise TypeError(
-            f"class {cls.__name__}: give class {cls.__name__}({cls.__mro__[1].__name__}, {given}) instead of "
-            f"{' and '.join(former)} in its body."
-        )
     methods = {name for name, x in body.items() if inspect.isfunction(x)} - CONSTRUCTED
     if batched is UNSAID:
         batched = body.get("batched", None if methods else UNSAID)

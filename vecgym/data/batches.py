@@ -106,21 +106,11 @@ class Batches:
     """
 
     def __init__(
-        self,
-        dataset: Examples | Dataset[Any] | Factory,
-        num_nodes: int,
-        batch_size: int,
-        *,
-        seed: int = 42,
-        shuffle: bool = True,
-        train: bool = True,
-        node_ids: Iterable[int] | None = None,
-        dataloader_kwargs: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        agree: Callable[[int], int] | None = None,
-        own_epochs: bool = False,
-        name: str = "train_dataset",
-    ):
+        self, dataset: Examples | Dataset[Any] | Factory, num_nodes: int, batch_size: int, *, seed: int = 42,
+        shuffle: bool = True, train: bool = True, node_ids: Iterable[int] | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None, device: torch.device | str | None = None,
+        agree: Callable[[int], int] | None = None, own_epochs: bool = False, name: str = "train_dataset",
+    ):  # fmt: skip
         self.dataset, self.own_epochs = dataset, check.flag("own_epochs", own_epochs)
         self.num_nodes = check.integer("num_nodes", num_nodes, 1)
         self.node_ids = checked_node_ids(node_ids, self.num_nodes)

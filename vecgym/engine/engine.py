@@ -267,19 +267,10 @@ class Engine:
 
     @plain_attention()
     def gradients(
-        self,
-        params: Tree,
-        buffers: Tree,
-        batch: Any,
-        *,
-        seed: int | Sequence[int],
-        step: int | Sequence[int],
-        node_ids: Sequence[int] | None = None,
-        minibatch_size: int | None = None,
-        mean: bool = False,
-        differentiable: bool = False,
-        limits: Sequence[int] | None = None,
-    ) -> Local:
+        self, params: Tree, buffers: Tree, batch: Any, *, seed: int | Sequence[int], step: int | Sequence[int],
+        node_ids: Sequence[int] | None = None, minibatch_size: int | None = None, mean: bool = False,
+        differentiable: bool = False, limits: Sequence[int] | None = None,
+    ) -> Local:  # fmt: skip
         """Compute the loss and gradient of every node on its own batch; the next call may overwrite the gradients.
 
         Args:

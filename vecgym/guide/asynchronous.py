@@ -52,7 +52,8 @@ outer optimizer.
 | `HeLoCo(lr, momentum)` | the same with movements that are turned where they point against the momentum; nodes begin where it leads | 1 |
 
 An update at every arrival with momentum adds up: rates that suit DiLoCo are about K times too large for
-`OuterOptimizer` with `buffer=1`. A server of your own is a subclass of `vecgym.strategy.Server` with one method, `update(params, movement, state, update)`.
+`OuterOptimizer` with `buffer=1`. A server of your own is a subclass of `vecgym.strategy.Server` with one method,
+`update(params, movement, state, update, inplace=False)`.
 Its movement is the mean of w(s_i) (start_i - theta_i), so `params - lr * movement` follows the nodes.
 
 A rule that needs more, such as the parameters that arrive, is a subclass of `AsyncStrategy` with handlers of its own.

@@ -16,7 +16,7 @@
 >>> trainer.history["train_loss"][0], len(trainer.history["train_loss"])  # row 0 is the start, before any step
 (None, 21)
 
-`trainer.history` records, per step:
+`trainer.history` records, per step (a row 0 before the first one exists if something is measured there):
 
 - training loss, as a mean and per node; validation loss of the averaged model, as a mean and per node (where nodes may be
   absent, `vecgym.guide.strategies` says of which);

@@ -130,7 +130,7 @@ An axis is one of:
 - an argument of `model`, if that is a function (`lambda seed: make_model(seed)`);
 - an argument of `train_dataset` or `val_dataset`, if these are functions: a partition of the data, say;
 - one of the settings `num_nodes`, `batch_size`, `minibatch_size`, `max_steps`, `num_epochs`, `max_updates`,
-  `max_seconds`, `seed`, `shuffle` and `availability`.
+  `max_seconds` (both of asynchronous strategies only), `seed`, `shuffle` and `availability`.
 
 Values may be anything: numbers, classes, matrices, selectors. With `samples=50`, points are drawn at random, and an
 axis may be a distribution, `vecgym.Uniform(a, b)` or `vecgym.LogUniform(a, b)`:

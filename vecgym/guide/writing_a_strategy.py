@@ -154,7 +154,7 @@ that stage goes all the way back at sending. A stage with an `agree` ends the wa
 | `part.gradients(at, mean)`, `part.losses`, `part.loss_weights`, `part.missing` | the gradients on the next batch, at the parameters or elsewhere; their losses, and the weights of these, if the model gives any; parameters on which the loss of some rows does not depend, which `optimize` skips |
 | `part.optimize(grads, lr)`, `part.lr`, `part.report(losses)` | the inner optimizer's step; its rate; the losses for the history |
 | `part.comm`, `part.generator(purpose, *ids)` | the collectives among these nodes; random numbers that are the same in every process |
-| `part.due` | `part.due.number` counts the exchanges, and all that changes from one to the next goes by it; `part.due.step` is the step after which it is due, in a late `write` that of sending |
+| `part.due` | `part.due.number` counts the exchanges, and all that changes from one to the next goes by it; `part.due.step` is the step after which it is due, in a late `write` that of sending, and in `every(n, ..)` the index of the n steps |
 | `part.each(number, like)`, `part.scaled(number, x)`, `part.here(number)`, `part.weights(weighting)` | a setting, a number or `[K]`, shaped to multiply a tensor of these nodes; the product; its values here; the nodes' weights in a mean |
 | `part.nodes`, `part.ids`, `part.rows`, `part.size` | the nodes in this process, a list and a tensor; their rows; the number C of configurations, 1 except in a stack |
 | `part.coordinates(x)`, `part.wide(values)`, `part.flat(values)`, `part.apart(values)`, `part.lead` | `[.., rows, n]`; `[.., rows, *]` of `[.., 1, *]`; `[C rows, *]` of `[C, rows, *]`, and back; the dimensions before a parameter's |

@@ -42,18 +42,11 @@ class PlotData(NamedTuple):
         return title + (f"\n{omitted} of {len(self.rows)} runs left out: no finite number" if omitted else "")
 
 
-@check.renamed(y="column")
+@check.strict
 def plot_axis(
-    rows: Rows,
-    x: str,
-    column: str = "val_loss",
-    hue: str | None = None,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    title: str | None = None,
-    best: bool = False,
-    over: str | None = "seed",
-) -> Figure:
+    rows: Rows, x: str, column: str = "val_loss", hue: str | None = None, path: str | os.PathLike[str] | None = None, *,
+    title: str | None = None, best: bool = False, over: str | None = "seed",
+) -> Figure:  # fmt: skip
     """Draw a column of a sweep against one of its axes, a line for each value of `hue`.
 
     A line is the mean over all configurations that share x and hue. Its band ranges from the lowest to the highest
@@ -90,18 +83,11 @@ def plot_axis(
     return style.done(figure, data.title(title or f"{column_label(data.value)}:\n{what}{spread}"), path)
 
 
-@check.renamed(y="column")
+@check.strict
 def plot_differences(
-    rows: Rows,
-    x: str,
-    column: str = "val_loss",
-    hue: str | None = None,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    baseline: Any,
-    title: str | None = None,
-    over: str = "seed",
-) -> Figure:
+    rows: Rows, x: str, column: str = "val_loss", hue: str | None = None, path: str | os.PathLike[str] | None = None, *,
+    baseline: Any, title: str | None = None, over: str = "seed",
+) -> Figure:  # fmt: skip
     """Draw how far a column is from that of a baseline, at each value of an axis: at 0 there is no difference.
 
     A line is the mean over the seeds of the difference at the same seed, and its band the 95 % interval; each value has
@@ -184,18 +170,11 @@ def _complete(rows: Rows, data: PlotData) -> list[list[Mapping[str, Any]]]:
     return [group for group in groups(rows, data.over) if all(check.is_finite(row[data.value]) for row in group)]
 
 
-@check.renamed(value="column")
+@check.strict
 def plot_heatmap(
-    rows: Rows,
-    x: str,
-    y: str,
-    column: str = "val_loss",
-    path: str | os.PathLike[str] | None = None,
-    *,
-    title: str | None = None,
-    best: bool = False,
-    over: str | None = "seed",
-) -> Figure:
+    rows: Rows, x: str, y: str, column: str = "val_loss", path: str | os.PathLike[str] | None = None, *,
+    title: str | None = None, best: bool = False, over: str | None = "seed",
+) -> Figure:  # fmt: skip
     """Draw a column of a sweep against two of its axes; each cell is the mean over the others.
 
     The lowest cell is framed, the highest of a column such as "val_accuracy"; cells without a finite number are empty.
@@ -232,17 +211,11 @@ def plot_heatmap(
     return style.done(figure, data.title(title), path)
 
 
-@check.renamed(y="column")
+@check.strict
 def plot_pareto(
-    rows: Rows,
-    column: str = "val_loss",
-    hue: str | None = None,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    title: str | None = None,
-    over: str | None = "seed",
-    x: str = "bytes_total",
-) -> Figure:
+    rows: Rows, column: str = "val_loss", hue: str | None = None, path: str | os.PathLike[str] | None = None, *,
+    title: str | None = None, over: str | None = "seed", x: str = "bytes_total",
+) -> Figure:  # fmt: skip
     """Draw a column of a sweep against the bytes sent per node: a point for each configuration, and the Pareto front.
 
     Another column `x` to be minimised, such as "sim_seconds", can take the place of the bytes.

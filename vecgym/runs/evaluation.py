@@ -51,15 +51,15 @@ def _measured(
     # If each node has its own validation set, the averaged model has a loss on each of them.
     if sets[0].per_node and C > 1:
         means = [nodes.expand(x, num_local) for x in means]
+    each_node: Sequence[Tree] = values if C == 1 or same else [nodes.expand(x, num_local) for x in values]
     distinct, which = places(sets)
     own_batches = sets[0].per_node or len(distinct) > 1
-    if not (same or own_batches) and _alike(values, C):  # as after a merge
-        each_node: Sequence[Tree] = [tree.map(lambda x: x[:: len(x) // C], y) for y in values]
-    else:
-        each_node = values if C == 1 or same else [nodes.expand(x, num_local) for x in values]
+    which, repeats = (which, 1 if sets[0].per_node else num_local // C) if own_batches else ([0], 1)
+    draws = engine.facts is not None and engine.facts.random  # perhaps in eval mode, too
+    if not (same or sets[0].per_node or draws) and _alike(values, C):  # as after a merge
+        each_node, repeats = [tree.map(lambda x: x[:: max(1, len(x) // C)], y) for y in values], 1
     measured: Measured = {}
     whose: Places = []
-    which, repeats = (which, 1 if sets[0].per_node else num_local // C) if own_batches else ([0], 1)
     most = batches_at_once(engine.plan, engine.facts, comm.num_nodes, engine.device)
     for pieces in _at_once(_batches(distinct, C, num_local), which, repeats, most):
         several, rows = len(pieces) > 1, pieces[0][2]
@@ -80,8 +80,8 @@ def _measured(
 
 def _alike(values: tuple[Tree, Tree], num_configs: int) -> bool:
     """Say whether all nodes of each configuration have the same parameters and buffers."""
-    each = (x.unflatten(0, (num_configs, -1)) for x in tree.leaves(values))
-    differ = [(x != x[:, :1]).any() for x in each if x.shape[1] > 1]
+    each = (x.unflatten(0, (num_configs, -1)) for x in tree.leaves(values) if len(x) > num_configs)
+    differ = [(x != x[:, :1]).any() for x in each]
     return not (differ and fetched(torch.stack(differ)).any())
 
 
@@ -166,15 +166,18 @@ def _columns(
         members = [node for node in some if members is None or node in members]
     loss, losses, of_each = measured["loss"]
     for name, function in loss_metrics(model).items():
+        if name in measured:
+            raise ValueError(f"the model has two metrics called {name!r}, one of them in loss_metrics: rename it.")
         value = float(function(torch.tensor(loss, dtype=torch.float64)))
         measured[name] = value, function(losses), None if of_each is None else function(of_each)
     columns: dict[str, Any] = {"val_loss": loss, "val_loss_local": None, "val_losses": losses.numpy()}  # in this order
     for name, (average, per_node, each) in measured.items():
-        if name in ("loss_local", "losses"):
-            raise ValueError(f"the model has a metric called {name!r}, which is already a column: rename it.")
         local = float((per_node if members is None else per_node[list(members)]).mean())
-        columns |= {f"val_{name}": average, f"val_{name}_local": local}
-        columns |= {} if each is None else spread_columns(f"val_{name}", each.numpy(), some)
+        new = {f"val_{name}": average, f"val_{name}_local": local}
+        new |= {} if each is None else spread_columns(f"val_{name}", each.numpy(), some)
+        if name != "loss" and (taken := new.keys() & columns.keys()):
+            raise ValueError(f"the model's metric {name!r} makes the column {min(taken)}, which exists: rename it.")
+        columns |= new
     return columns
 
 

@@ -118,16 +118,10 @@ class Link:
 
 
 def run(
-    function: Callable[..., Any],
-    num_processes: int,
-    args: Sequence[Any] = (),
-    *,
-    device: torch.device | str = "cpu",
-    num_nodes: int | None = None,
-    on_message: Callable[[Any], None] = lambda message: None,
-    timeout_s: float = TIMEOUT_S,
-    start_method: str | None = None,
-) -> list[Any]:
+    function: Callable[..., Any], num_processes: int, args: Sequence[Any] = (), *, device: torch.device | str = "cpu",
+    num_nodes: int | None = None, on_message: Callable[[Any], None] = lambda message: None,
+    timeout_s: float = TIMEOUT_S, start_method: str | None = None,
+) -> list[Any]:  # fmt: skip
     """Call `function(link, *args)` in each of W new processes, and return the list of what they return.
 
     Args:

@@ -56,8 +56,8 @@ class Trainer(Generic[M]):
     Attributes, after (or during, or after an interrupted) `fit`:
         run: the run itself.
         history: the recorded columns; see `vecgym.records.history`.
-        nodes: the stacked final state, `nodes.params[name]` is `[K, *shape]`, likewise `nodes.buffers`; with
-            `backend="distributed"` that of this process's nodes.
+        nodes: the stacked final state, after `fit` only; `nodes.params[name]` is `[K, *shape]`, likewise
+            `nodes.buffers`; with `backend="distributed"` that of this process's nodes.
         ledger: every collective, with its bytes.
         state: the simulation's state, in which a value that is the same on every node is `[1, *]`; with
             `backend="distributed"` that of this process's nodes, with `backend="processes"` None.
@@ -111,7 +111,7 @@ class Trainer(Generic[M]):
     def nodes(self) -> Nodes[M]:
         """The stacked state of all nodes at the end of the last `fit`."""
         if self.run is None or self.run.nodes is None:
-            raise AttributeError("trainer.nodes exists only after fit() has begun.")
+            raise AttributeError("trainer.nodes exists only after fit(); during it there is trainer.state.")
         return self.run.nodes
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -174,6 +174,8 @@ class Trainer(Generic[M]):
                     "train again with fit(network=, compute=)."
                 )
             return self.run.timeline
+        if self.run is None:
+            raise ValueError("there is no run yet whose time could be told: call fit() first.")
         return price(self.ledger, network, compute)
 
     def plot(

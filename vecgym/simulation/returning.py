@@ -71,9 +71,9 @@ def _mean(wide: Tree, members: list[int], comm: Collectives) -> Tree:
     if not wide or len(members) == 1:
         return {}
     some, ids = comm.among(members), set(members)
-    some._announce("mean", wide)
     here = [i for i, node in enumerate(comm.node_ids.tolist()) if node in ids]
     rows = nodes.take_rows(wide, torch.tensor(here or [0]))
+    some._announce("mean", rows)
     exact = lambda among: partial(nodes.means, number=1)  # noqa: E731
     means = some._apply(rows, some._reduction(None, True) if some.native else exact)
     return {name: x[:1] for name, x in means.items()}

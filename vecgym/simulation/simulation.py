@@ -16,7 +16,7 @@ from torch import Tensor
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Transfer
-from vecgym.core import nodes, rng, tree
+from vecgym.core import check, nodes, rng, tree
 from vecgym.core.devices import placed, spread
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
@@ -24,8 +24,8 @@ from vecgym.engine import Engine, Local
 from vecgym.engine.backend import Missing, missing_within, sizes_of
 from vecgym.optim.optimizer import SKIPPED
 from vecgym.simulation.plain import Plain
-from vecgym.simulation.state import Index, Result, SplitView, State, StateView, check_values, put_back
-from vecgym.simulation.timetable import Due, Event, RunFacts, Timetable
+from vecgym.simulation.state import Index, Result, SplitView, State, StateView, a_kind, check_values, put_back
+from vecgym.simulation.timetable import Due, Event, Lockstep, RunFacts, Timetable
 
 Request = tuple[list[int], "int | list[int]"]  # rows of this process, and the index of the batch that each reads
 Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and the number of each row's own examples in it
@@ -163,6 +163,7 @@ class Part:
     losses: Tensor | None
     loss_weights: Tensor | None = None
     precomputed: Local | None  # gradients that were computed together with other groups'
+    reported = False  # whether the handler has reported losses
     _trains = True  # False for the parts of stages and averages
 
     def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
@@ -243,8 +244,8 @@ class Part:
 
     def _refusal(self, method: str) -> TypeError:
         return TypeError(
-            f"part.{method} in a stage or an average, which exchange values and do not train: give the strategy a "
-            'method that calls it, and a Mark("NAME", every) in its `marks`; see vecgym.guide.writing_a_strategy.'
+            f"part.{method} in a stage or an average, which exchange values and do not train: override `train` "
+            "or `train_jointly` of the strategy, which call it; see vecgym.guide.writing_a_strategy."
         )
 
     def _precomputed(self, at: Tree | None) -> Local:
@@ -428,6 +429,7 @@ class Part:
 
     def report(self, losses: Tensor | None) -> None:
         """Add the losses of these rows to the tick's row of the history."""
+        self.reported = True
         if losses is not None:
             self._draft.reports.append((self.rows, (losses if self.size == 1 else losses.flatten()).clone()))
 
@@ -459,7 +461,7 @@ class Part:
         if self.num_read > reads or (at_end and self.num_read < reads):
             raise ValueError(
                 f"{self.event.what!r} in tick {self.tick} reads {self.num_read} batches, but its event has "
-                f"reads={reads}: the timetable must declare all reads in advance."
+                f"reads={reads}: take gradients in `train`, or declare all reads in the timetable."
             )
 
     def put(self) -> None:
@@ -532,7 +534,7 @@ class Simulation:
         self.minibatch_size, self.exact = minibatch_size, exact
         self.large = sum(p.numel() for p in engine.params.values()) > LARGE
         check_run(algorithm, run)
-        self.timetable = algorithm.timetable(run)
+        self.timetable = timetable_of(algorithm, run)
         self.tables: Sequence[Timetable] = [self.timetable]
         self.place, self.plain = functools.lru_cache(CACHED_PLACES)(self._place), Plain(engine)
 
@@ -557,7 +559,7 @@ class Simulation:
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first tick, with the model's own parameters or with others, `[1, *]`."""
         params, constant, changing = self._initial(params)
-        own, shared = self.algorithm.init(self.run, params)
+        own, shared = initial(self.algorithm, self.run, params)
         return State(
             0,
             tree.map_leaves(self._rows_here, {"buffers": changing, **own}),
@@ -581,7 +583,10 @@ class Simulation:
     def _result(self, group: int, state: State, algorithm: Any) -> Result:
         rule = getattr(algorithm, "result", None)
         params = state.params if rule is None else rule(state)
-        params = params if params is state.params else {**state.params, **params}  # it may leave out names
+        if params is not state.params:
+            whole = {**state.params, **params} if isinstance(params, dict) else params  # it may leave out names
+            num_rows = min(len(self.here), self.run.num_nodes)
+            params = check_values(whole, state.params, num_rows, algorithm, ".result", "parameters")
         return Result(params, *self.averaged(state.tick, group))
 
     def averaged(self, tick: int, group: int = 0) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -697,6 +702,10 @@ class Simulation:
             raise TypeError(f"{type(part.algorithm).__name__} has no method {event.what!r}, named by its timetable.")
         handler(part)
         part.check_reads(at_end=True)
+        table = self.tables[event.group or 0]
+        if isinstance(table, Lockstep) and event.what == table.train and not part.reported:
+            name = f"{type(part.algorithm).__name__}.{event.what}"
+            raise ValueError(f"{name} reports no losses: call part.report(part.losses) in it.")
         part.put()
 
     def gradients(self, part: Part, at: Tree | None, mean: bool) -> Local:
@@ -873,6 +882,31 @@ def check_run(algorithm: Any, run: RunFacts) -> None:
     """Raise a ValueError if an algorithm cannot work for this run, by its own `check_run`."""
     if hasattr(algorithm, "check_run"):
         algorithm.check_run(run)
+
+
+def timetable_of(algorithm: Any, run: RunFacts) -> Any:
+    """Return an algorithm's timetable, for whose marks it has methods."""
+    timetable = algorithm.timetable(run)
+    for mark in getattr(timetable, "marks", ()):
+        if not callable(getattr(algorithm, mark.what, None)):
+            raise TypeError(f"{type(algorithm).__name__} has no method {mark.what!r}, named by its marks.")
+    return timetable
+
+
+def initial(algorithm: Any, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an algorithm's initial state, if its tensors are `[1 or K, *]`, each node's, and `[1, *]`, shared ones.
+
+    A number would be the same for all nodes and configurations, and is refused.
+    """
+    made, name = algorithm.init(run, params), f"{type(algorithm).__name__}.init"
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], dict) and isinstance(made[1], dict)):
+        raise TypeError(f"{name} returned {a_kind(made)}; expected two dicts: each node's own trees, and shared ones.")
+    for held, sizes in zip(made, ({1, run.num_nodes}, {1, *map(len, params.values())})):
+        for path, x in tree.flatten(held):
+            if check.is_number(x) if not isinstance(x, Tensor) else not (x.dim() and len(x) in sizes):
+                what, rows = tree.form(x) if isinstance(x, Tensor) else x, " or ".join(map(str, sorted(sizes)))
+                raise ValueError(f"{name} gave {what} for {tree.path_name(path)}; expected a tensor of {rows} rows.")
+    return made
 
 
 def index_of(rows: list[int], size: int) -> Index:

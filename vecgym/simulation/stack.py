@@ -44,6 +44,8 @@ from vecgym.simulation.simulation import (
     Simulation,
     check_run,
     index_of,
+    initial,
+    timetable_of,
 )
 from vecgym.simulation.state import GroupView, Result, SplitView, State, StateView
 from vecgym.simulation.timetable import Event, RunFacts, Timetable
@@ -136,7 +138,7 @@ class Stack(Simulation):
         for group in self.groups:
             for member in group.members:
                 check_run(member, group.run)
-        self.tables = [group.algorithm.timetable(group.run) for group in self.groups]
+        self.tables = [timetable_of(group.algorithm, group.run) for group in self.groups]
         self.timetable = Together(self.groups, self.tables)
         self.whole = self._whole()
         self._common = COMMON[:2] if self.whole is None else COMMON
@@ -176,7 +178,7 @@ class Stack(Simulation):
         shared, common = dict[str, Any](), list[dict[str, Any]]()
         for number, group in enumerate(self.groups):
             configs = enumerate(group.members, group.first // self.run.num_nodes)
-            each = [member.init(group.run, of_each[c]) for c, member in configs]
+            each = [initial(member, group.run, of_each[c]) for c, member in configs]
             on_nodes = functools.partial(nodes.expanded, num_nodes=self.run.num_nodes)
             rows = [tree.map_leaves(on_nodes, {"buffers": changing, **values}) for values, _ in each]
             common += [{name: row.pop(name) for name in self._common if name in row} for row in rows]

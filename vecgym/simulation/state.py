@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives.ledger import Transfer
-from vecgym.core import tree
+from vecgym.core import check, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
@@ -140,6 +140,8 @@ class StateView:
                     where = "" if x.device == like.device else f" on {like.device}"
                     form = f"{self._form(like.shape[self.lead :])} of {like.dtype}{where}"
                     raise ValueError(f"{self.handler} assigned {path!r} as {tree.form(x)}; expected {form}.")
+            elif check.is_number(x):  # it would be the same for all nodes and configurations
+                raise TypeError(f"{self.handler} assigned {x!r} to {path!r}; expected a tensor, such as [1, *].")
 
     def _fits(self, x: Tensor, like: Tensor) -> bool:
         """Whether a tensor may replace another one; if both are the same, whether it may be new."""

@@ -184,6 +184,9 @@ class Lockstep:
         self.run, self.trains, self.train, self.resting = run, trains, train, resting
         self.all_train = trains is None and run.presence is None  # in every step
         self.sampled = resting is not None or (run.presence is not None and run.presence.sampled)
+        for mark in marks:
+            if not isinstance(mark, Mark) or mark.lag < 0:
+                raise TypeError(f"{mark!r} among the marks; expected a Mark(what, when) with lag >= 0.")
         self.marks = [mark._replace(when=as_when(mark.when, "H")) for mark in marks]
         self.length = self.max_steps = run.num_steps
         self._made = {0: [0] * run.num_nodes}  # by step

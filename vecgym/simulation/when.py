@@ -206,7 +206,7 @@ class RoundsOf(When):
         return step + 1 == self._turn(step)[1]
 
     def count(self, step: int) -> int:
-        number, turn = self._turn(step)
+        number, turn = self._turn(max(0, step - 1))  # not at `step`, where a run may end, and no round begin
         return number + (turn <= step)
 
     def gap(self, step: int) -> int:
@@ -237,7 +237,7 @@ class RoundsOf(When):
         return check_interval(f"{self._name}({begin})", check.called(self._name, self.function, begin))
 
     def check(self, max_steps: int, who: object = "the exchange") -> None:
-        self._round(max_steps)
+        self._round(max_steps - 1)
         if max_steps < (first := self._turn(0)[1]):
             named = f"{self._name}(0)" if self.share == (1, 1) else "offset"
             warn(f"{named}={first} is larger than the run's {max_steps} steps: {who!r} never exchanges anything.")

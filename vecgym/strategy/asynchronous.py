@@ -28,6 +28,7 @@ from vecgym.strategy.servers import (
     Staleness,
     StalenessName,
     check_staleness,
+    updated,
     weight_of,
 )
 
@@ -288,10 +289,10 @@ class AsyncStrategy(InRounds, batched=(), random=False):
         """Let the server make an update with the mean of the movements since the last one."""
         moved = [part.memo["moved"][key] for key in sorted(part.memo["moved"])]
         mean = moved[0] if len(moved) == 1 else tree.map(lambda *each: torch.stack(each, 1).mean(1), *moved)
-        params, held = self.server.of(part.run.num_nodes).update(
-            part.shared.flat("params"), mean, part.shared.flat("server"), part.event.info.version - 1,
-            inplace=part.inplace,
-        )  # fmt: skip
+        server, count = self.server.of(part.run.num_nodes), part.event.info.version - 1
+        params, held = updated(
+            server, part.shared.flat("params"), mean, part.shared.flat("server"), count, part.inplace
+        )
         part.shared.put_flat("params", params)
         part.shared.put_flat("server", held)
 

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from vecgym.availability import Presence
+from vecgym.availability import LocalSteps, Presence
 from vecgym.core import check, nodes
 from vecgym.core.objects import UNSAID, Steady, altered, declare, is_steady, own_settings, same
 from vecgym.core.tree import Tree
@@ -29,7 +29,6 @@ if sys.version_info >= (3, 11):  # types every constructor's `**inner`
 else:
     from typing_extensions import Unpack as Unpack  # torch depends on it
 
-RENAMED = {"training": "train_method", "trains": "who_trains", "alike": "stored_once"}
 MEAN = Mean()  # made once: `mean_gradient` is asked in every step
 AN_EXCHANGE = "an Exchange, such as Exchange(Mean(), every=10)"
 
@@ -178,8 +177,6 @@ class Strategy(LocalTraining, Steady, steady=True):
     def __init_subclass__(cls, batched: Any = UNSAID, random: Any = UNSAID, steady: Any = False) -> None:
         super().__init_subclass__(steady)
         declare(cls, batched, random)
-        for name in RENAMED.keys() & vars(cls):  # it would be ignored
-            raise TypeError(f"class {cls.__name__}: give {RENAMED[name]} instead of {name}, its former name.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a setting that would hide a method of the class; a function may replace a method."""
@@ -234,6 +231,12 @@ class Strategy(LocalTraining, Steady, steady=True):
         """Raise a ValueError if the strategy cannot work with the run's model or its absences."""
         for exchange in self.exchanges:
             exchange.check_present(run)
+        availability = getattr(run.presence, "availability", None)
+        lengths = [exchange.every for exchange in self.exchanges]
+        if isinstance(availability, LocalSteps) and lengths and availability.H not in lengths:
+            raise ValueError(
+                f"{availability!r} has rounds of {availability.H} steps, and {self!r} of {lengths}: give one H."
+            )
 
     def timetable(self, run: RunFacts) -> Timetable:
         """Return the events of a run: in each step the nodes train, then the marks that are due follow."""
@@ -246,6 +249,9 @@ class Strategy(LocalTraining, Steady, steady=True):
     def train_method(self) -> str:
         """The name of the method that handles a training step: "train" if each node uses its own gradient alone."""
         jointly = self._of_gradients or type(self).train_jointly is not Strategy.train_jointly
+        if jointly and type(self).train is not Strategy.train:
+            name = type(self).__name__
+            raise TypeError(f"class {name}: train is never called, since nodes train jointly: override train_jointly.")
         return "train_jointly" if jointly else "train"
 
     def marks(self, run: RunFacts) -> list[Mark]:

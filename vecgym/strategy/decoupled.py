@@ -33,7 +33,7 @@ from vecgym.strategy.asynchronous import EventDriven, countable
 from vecgym.strategy.base import InnerOptions, Unpack, takes_options
 from vecgym.strategy.corrections import nonzero, row_norms
 from vecgym.strategy.fragments import Fragments, check_fragments, cut
-from vecgym.strategy.servers import OuterOptimizer, Server, check_server, one_number
+from vecgym.strategy.servers import OuterOptimizer, Server, check_server, one_number, updated
 
 Merging = Literal["radial", "mean"]
 
@@ -232,9 +232,9 @@ class DecoupledDiLoCoStrategy(EventDriven):
         together = nodes.join_rows([message["movement"] for message in messages])
         how = {name: "mean" if name in self.plain else self.merging for name in together}
         movement = {name: merged(x, event.weights, how[name]) for name, x in together.items()}
-        params, state = self.server.of(part.run.num_nodes).update(
-            {name: shared["params"][name] for name in movement}, movement, shared["server"][p], event.version,
-            inplace=part.inplace,
+        params, state = updated(
+            self.server.of(part.run.num_nodes), {name: shared["params"][name] for name in movement}, movement,
+            shared["server"][p], event.version, part.inplace,
         )  # fmt: skip
         shared["params"] = {**shared["params"], **params}
         shared["server"] = {**shared["server"], p: state}

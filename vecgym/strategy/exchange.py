@@ -243,7 +243,7 @@ before the run ends. Give a smaller delay, or more steps.
         if self.unit > 1:
             Rounds(self.unit, name="unit").check(run.num_steps, self)
         if isinstance(self._when, RoundsOf):
-            for step in filter(self._when.due, range(steps)):
+            for step in filter(self._when.due, range(steps - 1)):
                 self.delivery.check_gap(self._when.gap(step))
         if self.fragments == 1:  # else the steps and the number of exchanges depend on the model's names
             self._check_first(run, 1)
@@ -352,8 +352,9 @@ before the run ends. Give a smaller delay, or more steps.
         counts, steps = self.roster.counts(run, self.marks(run)), self._steps(run)
         usual = len(self.times(run.names)) == 1 and self.offsets is None
         number = self._when.count(steps) if usual else self._when.count(steps - 1) + 1
-        roster = {"fraction": self.participation, "sampling": self.sampling}
-        return ExchangeFacts(**vars(run), counts=tuple(sorted(counts)), num_exchanges=number, **roster)
+        more: dict[str, Any] = {"fraction": self.participation, "sampling": self.sampling, "num_exchanges": number}
+        first = min((next(filter(when.due, range(steps)), 0) for when in self.times(run.names)), default=0)
+        return ExchangeFacts(**vars(run), counts=tuple(sorted(counts)), first=first, **more)
 
     def _steps(self, run: RunFacts) -> int:
         return max(1, run.num_steps // self.unit)

@@ -40,6 +40,7 @@ from vecgym.strategy.servers import (
     check_server,
     check_staleness,
     one_number,
+    updated,
     weight_of,
 )
 
@@ -214,7 +215,7 @@ class HALoSStrategy(InRounds):
         movement = server.correct(self.arrived(part), region["server"])
         movement = weighted(movement, weight_of(self.staleness, arrival.staleness))
         before, count = region["params"], arrival.version + arrival.staleness
-        params, state = server.update(before, movement, region["server"], count)
+        params, state = updated(server, before, movement, region["server"], count)
         collects, at = region["collects"], torch.tensor([arrival.node])
         loss = (part.own["loss"] / arrival.num_steps)[None]
         collects = {
@@ -243,9 +244,8 @@ class HALoSStrategy(InRounds):
         server, state = self.server_of(part.simulation.run.num_nodes), shared["server"]
         weight = weight_of(self._region_staleness, event.staleness)
         movement = weighted(server.correct(sent["movement"], state), weight)
-        params, state = server.update(
-            shared["params"], movement, state, event.version + event.staleness, inplace=part.inplace
-        )
+        count = event.version + event.staleness
+        params, state = updated(server, shared["params"], movement, state, count, part.inplace)
         shared["params"], shared["server"] = params, state
         shared[f"reply {_label(part)}"] = server.start(params, state)
         del shared[f"sent {_label(part)}"]

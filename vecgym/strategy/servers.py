@@ -19,6 +19,7 @@ from vecgym.core.devices import readable, spread
 from vecgym.core.objects import UNSAID, Strict, altered, declare, shown
 from vecgym.core.tree import Tree
 from vecgym.optim import Optimizer, OptimSpec
+from vecgym.simulation.state import a_kind, check_values
 from vecgym.strategy.averages import OUTER_DEFAULTS, outer_spec
 from vecgym.strategy.corrections import corrected
 
@@ -61,8 +62,12 @@ class Server(Strict, ABC):
     def __init_subclass__(cls, batched: Any = UNSAID) -> None:
         super().__init_subclass__()
         declare(cls, batched)
-        if inspect.isfunction(vars(cls).get("lr")):
-            raise TypeError(f"class {cls.__name__}: lr(self, update) is rate(self, update) now.")
+        signature = inspect.signature(cls.update)
+        try:
+            signature.bind("self", "params", "movement", "state", "update", inplace=True)
+        except TypeError:
+            form = "update(self, params, movement, state, update, inplace=False)"
+            raise TypeError(f"class {cls.__name__}: give {form} instead of update{signature}.") from None
 
     def check(self, num_nodes: int, num_updates: int) -> None:
         """Raise a ValueError if the server cannot work for this run."""
@@ -346,6 +351,22 @@ class HeLoCo(MLA, batched=("lr", "momentum", "rho")):
         if rho is None:
             raise ValueError("rho=None is 1 / sqrt(nodes): call server.of(num_nodes) first.")
         return tree.map(lambda x, m: spread(rho, x) * corrected(x, m), movement, state["momentum"])
+
+
+def updated(
+    server: Server, params: Tree, movement: Tree, state: ServerState, update: int, inplace: bool = False
+) -> tuple[Tree, ServerState]:
+    """Return a server's parameters and state after an update, if the parameters have the form of those before.
+
+    >>> follow = OuterOptimizer(OptimSpec("sgd", lr=1.0))
+    >>> updated(follow, {"w": torch.ones(1)}, {"w": torch.ones(1)}, follow.init({"w": torch.ones(1)}), 0)[0]
+    {'w': tensor([0.])}
+    """
+    made = server.update(params, movement, state, update, inplace=inplace)
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise TypeError(f"{server!r}.update returned {a_kind(made)}; expected a tuple, (parameters, state).")
+    num_rows = max(map(len, params.values()), default=1)
+    return check_values(made[0], params, num_rows, server, ".update", "parameters"), made[1]
 
 
 def check_server(name: str, server: Server | None, usual: Server, here: str) -> Server:

@@ -24,7 +24,6 @@ FORMS = {
     "init": "values, run, memory", "send": "x, part, memory", "agree": "x, part, memory", "receive": "y, part, memory",
     "write": "y, x, part, memory", "read": "x, part, memory", "within": "part, memory",
 }  # fmt: skip
-FORMER = {"told": "send", "settle": "receive"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class ExchangeFacts(RunFacts):
     Attributes:
         counts: the possible numbers of nodes that take part; None: all nodes.
         num_exchanges: the number of exchanges in the whole run.
+        first: the step after which the first one is due.
         fraction: the fraction of the nodes that takes part in a round, or the probability of each.
         sampling: "fixed" or "bernoulli"; see `Exchange`.
 
@@ -44,6 +44,7 @@ class ExchangeFacts(RunFacts):
 
     counts: tuple[int, ...] | None = None
     num_exchanges: int = 1
+    first: int = 0
     fraction: float = 1.0
     sampling: str = "fixed"
 
@@ -88,11 +89,11 @@ class Memory:
 
 
 def _check_forms(cls: type) -> None:
-    """Raise a TypeError for methods with other arguments than an exchange gives, or with a former name."""
+    """Raise a TypeError for methods with other arguments than an exchange gives, or in another order."""
     for name, method in vars(cls).items():
         if not inspect.isfunction(method):
             continue
-        signature, form = inspect.signature(method), FORMS.get(FORMER.get(name, name))
+        signature, form = inspect.signature(method), FORMS.get(name)
         arguments = ", ".join([*signature.parameters][1:])
         for other in () if form else FORMS:
             if FORMS[other] == arguments and sorted(other) == sorted(name):  # letters in another order
@@ -101,14 +102,14 @@ def _check_forms(cls: type) -> None:
             continue
         try:
             signature.bind("self", *form.split(", "))
-            fits = name not in FORMER
+            named = [argument for argument in signature.parameters if argument in form.split(", ")]
+            fits = named == sorted(named, key=form.split(", ").index)
         except TypeError:
             fits = False
         if not fits:
             raise TypeError(
-                f"class {cls.__name__}: give {FORMER.get(name, name)}(self, {form}) instead of {name}{signature}. An "
-                "average remembers in memory.own and memory.shared; the rest of `at` is in `part`: part.due.number is "
-                "at.exchange, and part.due.step is at.step. See vecgym.guide.writing_a_strategy."
+                f"class {cls.__name__}: give {name}(self, {form}) instead of {name}{signature}. An average "
+                "remembers in memory.own and memory.shared. See vecgym.guide.writing_a_strategy."
             )
     if "send" in vars(cls) and not issubclass(cls, globals().get("Stage", cls)):  # at first there is no Stage
         raise TypeError(f"class {cls.__name__}: only a Stage sends: give class {cls.__name__}(Stage), or use agree.")

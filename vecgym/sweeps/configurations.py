@@ -381,8 +381,8 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
         for name in OF_UPDATES:
             if name in config.point or (everyone and vars(options)[name] is not None):
                 raise ValueError(
-                    f"{name} is for asynchronous runs, but {type(config.strategy).__name__} is synchronous: give "
-                    "max_steps, or AsyncStrategy(...)."
+                    f"{name} ends asynchronous runs of a sweep only, and {type(config.strategy).__name__} is "
+                    f"synchronous: leave out {name}, and give max_steps."
                 )
 
 

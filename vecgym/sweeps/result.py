@@ -275,7 +275,7 @@ class SweepResult:
             raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
         return finite
 
-    @check.renamed(metric="column")
+    @check.strict
     def compare(
         self, axis: str, column: str = "val_loss", *, baseline: Any = None, over: str = "seed", best: bool = True,
         holdout: Iterable[Any] | None = None, paired: bool = True, largest: bool | None = None, where: Where = None,
@@ -362,7 +362,7 @@ class SweepResult:
         over = over or "seed"
         return varied_note(varied(self._runner.configs, over), over) if over in self.axes else ""
 
-    @check.renamed(columns="column")
+    @check.strict
     def table(
         self, form: str = "markdown", *, column: str | Sequence[str] = (), over: str | None = "seed",
         where: Where = None,

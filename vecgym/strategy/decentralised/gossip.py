@@ -77,7 +77,7 @@ class Mix(Reduction, batched=()):
                 f"topology has {len(matrices)} matrices and the run {run.num_exchanges} exchanges: the matrices from "
                 f"{run.num_exchanges} on are never used."
             )
-        size = len(self._mixing(K, Part.alone(StackedCollectives(K))).weights)
+        size = len(self._mixing(K, Part.alone(StackedCollectives(K), step=run.first)).weights)
         if size != K:
             raise ValueError(
                 f"topology mixes {size} nodes, and the run has num_nodes={K}: give num_nodes={size}, a matrix "
