@@ -226,9 +226,9 @@ class Trainer(Generic[M]):
             check_alone(f'a run with backend="{options.backend}"', 'give backend="distributed", or ')
         task = Task(model, self.train_dataset, self.val_dataset)
         overridden = getattr(self.after_step, "__func__", None) is not Trainer.after_step
-        if overridden and options.backend == "processes":
-            raise ValueError('after_step is not called with backend="processes": give logger= or stop= instead.')
         with self._alone(), counting_memory(options.num_nodes, self.model):
+            if overridden and options.backend == "processes":
+                raise ValueError('after_step is not called with backend="processes": give logger= or stop= instead.')
             if options.backend == "processes":
                 self.run = _ProcessesRun(task, options)
                 self.run.loop()

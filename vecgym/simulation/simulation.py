@@ -163,7 +163,7 @@ class Part:
     losses: Tensor | None
     loss_weights: Tensor | None = None
     precomputed: Local | None  # gradients that were computed together with other groups'
-    reported = False  # whether the handler has reported losses
+    _reported = False  # whether the handler has reported losses
     _trains = True  # False for the parts of stages and averages
 
     def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
@@ -429,7 +429,7 @@ class Part:
 
     def report(self, losses: Tensor | None) -> None:
         """Add the losses of these rows to the tick's row of the history."""
-        self.reported = True
+        self._reported = True
         if losses is not None:
             self._draft.reports.append((self.rows, (losses if self.size == 1 else losses.flatten()).clone()))
 
@@ -703,7 +703,7 @@ class Simulation:
         handler(part)
         part.check_reads(at_end=True)
         table = self.tables[event.group or 0]
-        if isinstance(table, Lockstep) and event.what == table.train and not part.reported:
+        if isinstance(table, Lockstep) and event.what == table.train and not part._reported:
             name = f"{type(part.algorithm).__name__}.{event.what}"
             raise ValueError(f"{name} reports no losses: call part.report(part.losses) in it.")
         part.put()
