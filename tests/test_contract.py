@@ -154,7 +154,7 @@ TREES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "nothing": (lambda tree: None, TypeError, "None as"),
     "a list": (lambda tree: list(tree.values()), TypeError, "a list as"),
     "one name": (one_name, ValueError, "values without"),
-    "another name": (lambda tree: {**tree, "other": torch.zeros(1)}, ValueError, "with unknown other; expected the names"),
+    "another name": (lambda tree: {**tree, "other": torch.zeros(1)}, ValueError, "with unknown other; expected the"),
     "flat": (flat, ValueError, r"in shape \[\d+\]; expected \[1 or 3, \d+"),
     "two nodes of three": (two_rows, ValueError, r"in shape \[2, .*expected \[1 or 3, "),
     "numbers": (numbers, TypeError, "a float for"),
