@@ -17,7 +17,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.models import Line
 from vecgym.simulation.timetable import Mark
-from vecgym.strategy import AsyncStrategy, Average, Exchange, FedAvgStrategy, Mean, Mix, Server, Stage, Strategy
+from vecgym.strategy import AsyncStrategy, Average, Exchange, FedAvgStrategy, Mean, Mix, Server, Stage, Strategy, every
 
 STEPS = 4
 
@@ -124,6 +124,11 @@ def test_a_table_of_topologies_need_not_have_steps_without_an_exchange() -> None
     assert [entry.step for entry in trainer.ledger] == [1, 3]
     with pytest.raises(ValueError, match="topology mixes 3 nodes, and the run has num_nodes=2"):
         fit("MLP", Strategy("sgd", [Exchange(Mix(W.__getitem__), every=2)], lr=0.1), num_nodes=2, max_steps=STEPS)
+
+
+def test_local_steps_of_the_same_round_in_other_words() -> None:
+    for every_step in (every(2, Exchange(Mean(), every=2)), Exchange(Mean(), every=lambda step: 4)):
+        fit("MLP", Strategy("sgd", [every_step], lr=0.1), max_steps=STEPS, availability=LocalSteps([1, 2, 4], H=4))
 
 
 @pytest.mark.parametrize("H", [2, 3])

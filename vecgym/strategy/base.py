@@ -231,9 +231,10 @@ class Strategy(LocalTraining, Steady, steady=True):
         """Raise a ValueError if the strategy cannot work with the run's model or its absences."""
         for exchange in self.exchanges:
             exchange.check_present(run)
-        availability = getattr(run.presence, "availability", None)
-        lengths = [exchange.every for exchange in self.exchanges]
-        if isinstance(availability, LocalSteps) and lengths and availability.H not in lengths:
+        availability: Any = getattr(run.presence, "availability", None)
+        lengths = [x.every * x.unit for x in self.exchanges if isinstance(x.every, int)]
+        known = isinstance(availability, LocalSteps) and len(lengths) == len(self.exchanges) > 0
+        if known and availability.H not in lengths:
             raise ValueError(
                 f"{availability!r} has rounds of {availability.H} steps, and {self!r} of {lengths}: give one H."
             )
