@@ -1138,10 +1138,8 @@ FIT: dict[str, Callable[[StateView], tuple[str, Any]]] = {
     "common to all": lambda rows: ("params", {"w": torch.ones(1, 3), "n": rows["params"]["n"]}),
     "of integers": lambda rows: ("params", {"w": rows["params"]["w"], "n": rows["params"]["n"] + 1}),
     "a view": lambda rows: ("params", {**rows["params"], "w": rows["params"]["w"][:1].expand(rows.num_rows, 3)}),
-    "a new tree": lambda rows: ("other", {"x": torch.zeros(rows.num_rows, 2), "more": {"count": 3, "none": None}}),
+    "a new tree": lambda rows: ("other", {"x": torch.zeros(rows.num_rows, 2), "more": {"count": torch.ones(1), "none": None}}),
     "a new tensor": lambda rows: ("other", torch.zeros(rows.num_rows)),
-    "a number": lambda rows: ("other", 3),
-    "another number": lambda rows: ("count", 4),
     "what was none": lambda rows: ("kept", {"x": torch.zeros(1, 2)}),
     "nothing of it": lambda rows: ("kept", {}),
 }
@@ -1150,7 +1148,7 @@ FIT: dict[str, Callable[[StateView], tuple[str, Any]]] = {
 @pytest.mark.parametrize("num_rows", [1, 2, None])
 @pytest.mark.parametrize("name", FIT)
 def test_what_a_handler_may_assign(name: str, num_rows: int | None) -> None:
-    rows = rows_of(num_rows, {"count": 3, "kept": {"x": None}})
+    rows = rows_of(num_rows, {"kept": {"x": None}})
     where, value = FIT[name](rows)
     rows[where] = value
     put_back([rows], pure=False)
@@ -1166,6 +1164,8 @@ UNFIT: dict[str, tuple[str, Any, type[Exception], str]] = {
     ),
     "a tensor for a tree": ("params", torch.zeros(2, 3), TypeError, "assigned a Tensor to 'params'; expected a dict"),
     "a list for a tree": ("params", [torch.zeros(2, 3)], TypeError, "assigned a list to 'params'; expected a dict"),
+    "a number": ("other", 3, TypeError, "assigned 3 to 'other'; expected a tensor"),
+    "a number in a tree": ("other", {"count": 0.5}, TypeError, "assigned 0.5 to 'other.count'; expected a tensor"),
     "a number for a tensor": ("seen", 1.0, TypeError, "assigned a float to 'seen'; expected a tensor"),
     "a tree for a tensor": ("seen", {"w": torch.zeros(2)}, TypeError, "assigned a dict to 'seen'; expected a tensor"),
     "fewer names": ("params", {"w": torch.zeros(2, 3)}, ValueError, "parameters with other names than the model's: n"),
