@@ -1138,7 +1138,10 @@ FIT: dict[str, Callable[[StateView], tuple[str, Any]]] = {
     "common to all": lambda rows: ("params", {"w": torch.ones(1, 3), "n": rows["params"]["n"]}),
     "of integers": lambda rows: ("params", {"w": rows["params"]["w"], "n": rows["params"]["n"] + 1}),
     "a view": lambda rows: ("params", {**rows["params"], "w": rows["params"]["w"][:1].expand(rows.num_rows, 3)}),
-    "a new tree": lambda rows: ("other", {"x": torch.zeros(rows.num_rows, 2), "more": {"count": torch.ones(1), "none": None}}),
+    "a new tree": lambda rows: (
+        "other",
+        {"x": torch.zeros(rows.num_rows, 2), "more": {"count": torch.ones(1), "none": None}},
+    ),
     "a new tensor": lambda rows: ("other", torch.zeros(rows.num_rows)),
     "what was none": lambda rows: ("kept", {"x": torch.zeros(1, 2)}),
     "nothing of it": lambda rows: ("kept", {}),
