@@ -181,7 +181,7 @@ def main() -> None:
     if args.page:
         PAGE.write_text(page_with(PAGE.read_text(), args.results))
         for kind in KINDS:
-            save(FIGURES / f"{kind}.png", [figure(kind, args.results)], colours=16)
+            save(FIGURES / f"{kind}.png", [figure(kind, args.results)], colours=32)
         return
     print(header(), flush=True)
     for scale in args.scales:
