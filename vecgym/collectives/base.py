@@ -265,15 +265,15 @@ class Collectives(ABC):
 
     def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | ServerLinks | None = None) -> None:
         """Record an operation before it starts."""
-        named = {} if isinstance(x, Tensor) else x
+        named, num_rows = {} if isinstance(x, Tensor) else x, len(self.node_ids)
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"comm.{operation} takes a tensor, or a dict of tensors by name, but {name!r} is "
                     f"{kind_of(value)}: call it for each dict."
                 )
-            if value.shape[self._axis : self._axis + 1] not in ((1,), (len(self.node_ids),)):
-                rows = f"{len(self.node_ids)} rows, of this process's nodes, or 1"
+            if value.dim() <= self._axis or value.shape[self._axis] not in (1, num_rows):
+                rows = f"{num_rows} rows, of this process's nodes, or 1"
                 raise ValueError(f"comm.{operation} takes values with {rows}, but {name!r} is {list(value.shape)}.")
         names = None if isinstance(x, Tensor) else tuple(x)
         who = who if self.members is None else renamed(who, self.members)
