@@ -162,3 +162,13 @@ def test_a_lazy_model_is_named() -> None:
     model = torch.nn.LazyLinear(3)
     with pytest.raises(ValueError, match="parameter 'weight' has no values yet: call the model once on a batch"):
         Trainer(model, torch.ones(8, 2), loss_fn=lambda m, x: m(x).mean()).fit(FedAvgStrategy(), num_nodes=2)
+
+
+def test_metrics_of_an_object_are_refused_unless_a_loss_fn_replaces_them() -> None:
+    model = Line()
+    model.val_metrics = lambda batch: {"loss": batch.mean()}  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="its own val_metrics as an attribute: define it as a method of its class"):
+        Trainer(model, torch.ones(8)).fit(FedAvgStrategy(), num_nodes=2, device="cpu", progress=False)
+    trainer = Trainer(model, torch.ones(8), loss_fn=lambda m, x: m(x))
+    trainer.fit(FedAvgStrategy(), num_nodes=2, max_steps=1, batch_size=2, device="cpu", progress=False)
+    assert trainer.history.last("step") == 1

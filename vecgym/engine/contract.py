@@ -95,7 +95,7 @@ def check_model(model: Any) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, nn.UninitializedParameter):
             raise ValueError(f"the model's parameter {name!r} has no values yet: call the model once on a batch.")
-    if "val_metrics" in vars(model):  # it would be ignored
+    if "val_metrics" in vars(model) and LOSS_FN not in vars(model):  # it would be ignored
         raise TypeError("the model has its own val_metrics as an attribute: define it as a method of its class.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
