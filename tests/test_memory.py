@@ -87,7 +87,7 @@ def test_activations_are_what_the_backward_pass_needs() -> None:
 
 
 def test_a_list_of_examples_is_a_dataset() -> None:
-    """As it is for the Trainer; a list of tensors is a batch."""
+    """Likewise for the Trainer; a list of tensors is a batch."""
     model, strategy = Classifier(nn.Linear(20, 4)), DiLoCoStrategy("adamw", H=5)
     x, y = torch.ones(64, 20), torch.zeros(64, dtype=torch.long)
     of_tensors = estimate_memory(model, strategy, 4, 8, torch.utils.data.TensorDataset(x, y))

@@ -95,8 +95,9 @@ An evaluation of 512 examples in batches of 8 takes 4.3 ms for K = 8 and 39 ms f
 when the batches were read again each time. A loop over raw tensors, all batches in one, takes 0.6 and 33 ms. Of the 4.3 ms,
 1.7 are calls of the model, 1.1 sums over batches, 0.3 distances, the rest the joining of batches: recorded operations could save
 at most 1.1 ms of them. After a merge all nodes have the same parameters, and one of them is measured for all, besides
-their mean. FedAvg with H = 10 on digits, an evaluation every 10 steps (processor time, one thread, medians of five pairs
-beside two other processes): 1.13 times faster with 8 nodes of 2,400 parameters, 1.4 times with 64, 1.55 with 64 of 19,000.
+their mean, unless the model draws random numbers. FedAvg with H = 10 on digits, an evaluation every 10 steps (processor time,
+one thread, medians of five pairs beside two other processes): 1.12 times faster with 8 nodes of 2,400 parameters, 1.44 times
+with 64, 1.55 times with 64 of 19,000.
 
 ## Compiled, or a list
 

@@ -123,8 +123,8 @@ A verdict on digits is no verdict on text. From *tiny* to *text*
 These answers stay: a late window of merges beats an early one, for the nodes and, except on digits, for their mean
 (published 7: on the text by 0.041 and 0.011, with 800,000 parameters by 0.039 and 0.010); the fewer the rounds, the more it
 costs to send 1 % of the changes, and in 4 of them a decay of 1 beats one of 0.9 (atlas 4: which costs 0.952 on the text, and
-0.450 with 800,000 parameters); a single merge costs about a tenth of a nat on like data (atlas 11: 0.128, 0.098, 0.121); outer momentum
-of 0.9 does not pay within 20 rounds on like data (published 2, atlas 3); the mean falls to one liar and trimmed means to two
+0.450 with 800,000 parameters); a single merge costs about a tenth of a nat on like data (atlas 11: 0.128, 0.098, 0.121);
+outer momentum of 0.9 does not pay within 20 rounds on like data (published 2, atlas 3); the mean falls to one liar and trimmed means to two
 of eight, the geometric median to neither (published 5); SparseLoCo at 2 bits loses to the better DiLoCo, on digits clearly
 in 5 rounds only, and in 20 wins over the one with Nesterov's momentum (published 14); of the ways to make seven merges, late
 ones are the worst, on digits not clearly, and ever rarer ones the best on the text and with 800,000 parameters (atlas 12);
