@@ -16,22 +16,23 @@ How each question was asked:
   atlas 13 and 18 choose the best of several tuned arms on them). A best value at the end of a grid extends it. At *gpt* a
   local search replaces the whole grid (except in published 3, 6, 11, 16 and atlas 1, 12): it goes from the middle to the
   best of the points that differ by one value on one axis, or on two, up on one and down on the other, until none of these
-  has a lower mean over the two seeds. In the answers asked last (published 7, 10, atlas 4, 5) it begins at the lowest rates,
-  or where the arm before ended: from the middle, two arms of atlas 5 had ended among high rates, whose losses are noisy.
-- Arms compete on 8 other seeds, which vary the initial weights, the order of the data and its partition. A difference is
-  a mean over pairs of runs with its standard error, in nats of the validation loss unless said: negative is better.
+  has a lower mean over the two seeds. In the answers asked last (published 7, 9, 10, 13, 14, atlas 4, 5, 16) it begins at
+  the lowest rates, or where the arm before ended: from the middle, two arms of atlas 5 had ended among high rates, whose
+  losses are noisy.
+- Arms compete on 8 other seeds, which vary the initial weights, the order of the data and its partition. A difference is a
+  mean over pairs of runs with its standard error, in nats of the validation loss unless said: negative is better.
 - Two seeds choose the rates. Near the edge of stability they choose badly now and then, so that a difference below 0.02
   between arms with different best rates says little, whatever its standard error.
-- Verdicts are AGREES, ORDER ONLY (the sign or the order holds, not the size), DISAGREES, and UNDECIDED (more seeds would
-  be needed, or the setting cannot tell).
+- Verdicts are AGREES, ORDER ONLY (the sign or the order holds, not the size), DISAGREES, and UNDECIDED (more seeds would be
+  needed, or the setting cannot tell).
 
-Three scales: *tiny*, a network of 2,400 parameters on scikit-learn's digits; *text*, a character GPT of 17,000 parameters on
-the source of Python's library; *gpt*, one of 800,000 parameters. 200 steps on 8 nodes unless the head of the file says
+Three scales: *tiny*, a network of 2,400 parameters on scikit-learn's digits; *text*, a character GPT of 17,000 parameters
+on the source of Python's library; *gpt*, one of 800,000 parameters. 200 steps on 8 nodes unless the head of the file says
 otherwise. Like data are IID; of unlike data a node has 2 shards of the sorted classes, or a stretch of the text. Empty
 cells: questions about classes of images, and those about a formula or a clock, have no *text*; *gpt* takes half an hour to
-several hours of a core a question; nineteen of 32 were asked. All three are small. A DISAGREES means that the finding does
-not hold *here*, and not that it was wrong where it was made: what was measured with 100 million parameters over 100,000
-steps may need these. It does mean that the finding is not universal.
+several hours of a core a question; twenty-three of 32 were asked. All three are small. A DISAGREES means that the finding
+does not hold *here*, and not that it was wrong where it was made: what was measured with 100 million parameters over
+100,000 steps may need these. It does mean that the finding is not universal.
 
 ## Published findings
 
@@ -47,12 +48,12 @@ steps may need these. It does mean that the finding is not universal.
 | 6 | Is the quadratic synchronisation rule better than rounds of constant length, at no more bytes? | QSR raises the accuracy of Local AdamW on ViT-B from 79.32 % with constant H = 4 to 80.98 %, with fewer bytes (arXiv 2310.14423, figure 5), and is better than other rules throughout (abstract). | **UNDECIDED**. QSR minus H = 8, at equal bytes: +0.002 ± 0.002; minus H = 4, at half the bytes: -0.001 ± 0.001. | **ORDER ONLY**. QSR minus H = 8, at equal bytes: -0.030 ± 0.009; minus H = 4, at half the bytes: +0.021 ± 0.003. | **ORDER ONLY**. QSR minus H = 8, at equal bytes: -0.009 ± 0.001; minus H = 4, at half the bytes: +0.012 ± 0.001. |
 | 7 | Is communication worth most late in a run, down to one merge at its end? | "concentrating communication in the later stages [...] remarkably improves global test performance", and "a single global merging" at the final step "can significantly improve" it under unlike data (arXiv 2507.06542, abstract). | **ORDER ONLY**. One merge: -0.741 ± 0.054; late minus early: -0.127 ± 0.050 for the nodes, -0.003 ± 0.040 for the merged model. | **AGREES**. One merge: -0.042 ± 0.001; late minus early: -0.041 ± 0.002 for the nodes, -0.011 ± 0.002 for the merged model. | **AGREES**. One merge: -0.048 ± 0.002; late minus early: -0.039 ± 0.002 for the nodes, -0.010 ± 0.002 for the merged model. |
 | 8 | Does the effective number of neighbours predict gossip on quadratics, where the spectral gap does not order graphs? | The mean square of x falls by 1 - r a step, r = 1 - (1 - eta)^2 - (zeta - 1) eta^2 / n(gamma), gamma = (1 - eta)^2 / (1 - r), n the variance reduction of a random walk; the gap "is not predictive" of performance (arXiv 2206.03093, abstract, 3.1, and epfml/topology-in-decentralized-learning, random_isotropic_quadratics.py). | **AGREES**. The rates are within 0.7% of the formula's; the ring's minus that of all with weight 0.1: +0.054 ± 0.001. |  |  |
-| 9 | Do DiLoCo's orderings hold at equal tokens: one node before data parallelism, and fewer nodes before more? | DiLoCo "can outperform data-parallel training even at small model sizes", already with M = 1; the loss grows with M; the best outer rate grows with M; DiLoCo "tolerates a significantly larger batch size" (arXiv 2503.09799). | **ORDER ONLY**. M = 1 minus data parallel: +0.038 ± 0.009, M = 8 minus M = 1: +0.072 ± 0.013; best outer rates 0.025 and 0.1; four times the batch costs +0.095 ± 0.010 and +0.037 ± 0.009. | **DISAGREES**. M = 1 minus data parallel: +0.102 ± 0.009, M = 8 minus M = 1: +0.211 ± 0.011; best outer rates 0.1 and 0.1; four times the batch costs +0.270 ± 0.016 and +0.261 ± 0.023. |  |
+| 9 | Do DiLoCo's orderings hold at equal tokens: one node before data parallelism, and fewer nodes before more? | DiLoCo "can outperform data-parallel training even at small model sizes", already with M = 1; the loss grows with M; the best outer rate grows with M; DiLoCo "tolerates a significantly larger batch size" (arXiv 2503.09799). | **ORDER ONLY**. M = 1 minus data parallel: +0.038 ± 0.009, M = 8 minus M = 1: +0.072 ± 0.013; best outer rates 0.025 and 0.1; four times the batch costs +0.095 ± 0.010 and +0.037 ± 0.009. | **DISAGREES**. M = 1 minus data parallel: +0.102 ± 0.009, M = 8 minus M = 1: +0.211 ± 0.011; best outer rates 0.1 and 0.1; four times the batch costs +0.270 ± 0.016 and +0.261 ± 0.023. | **DISAGREES**. M = 1 minus data parallel: +0.039 ± 0.005, M = 8 minus M = 1: +0.086 ± 0.004; best outer rates 0.2 and 0.2; four times the batch costs +0.303 ± 0.008 and +0.280 ± 0.018. |
 | 10 | Does Nesterov's momentum on a single node's own movement save a third of the steps? | "compute factor gains of 1.5 - 2.5 x in a non-distributed setting", which stem "primarily from applying Nesterov momentum to the pseudo-gradient" (SNOO, arXiv 2510.15830, abstract). | **UNDECIDED**. SNOO minus AdamW: +0.015 ± 0.009, minus Lookahead: +0.012 ± 0.007, minus AdamW with 1.5 times the steps: +0.033 ± 0.009. | **ORDER ONLY**. SNOO minus AdamW: -0.027 ± 0.004, minus Lookahead: +0.005 ± 0.002, minus AdamW with 1.5 times the steps: +0.085 ± 0.007. | **DISAGREES**. SNOO minus AdamW: -0.001 ± 0.002, minus Lookahead: -0.001 ± 0.002, minus AdamW with 1.5 times the steps: +0.077 ± 0.003. |
 | 11 | Do pseudo-gradients of Muon keep the direction of one node's as nodes are added, where those of AdamW lose it? | "relative to AdamW, Muon yields more directionally correct pseudogradients as the number of workers (K) increases" (MuLoCo, arXiv 2505.23725, abstract); they are "more aligned with the K=1 [...] pseudogradient at all worker counts (Fig. 4 in paper)" (bentherien/muloco-1, muloco-1.md). | **ORDER ONLY**. Muon's cosine minus AdamW's: +0.045 ± 0.012 at K = 2, +0.036 ± 0.011 at 8; so it loses +0.010 ± 0.009 more. | **DISAGREES**. Muon's cosine minus AdamW's: -0.227 ± 0.016 at K = 2, -0.202 ± 0.013 at 8; so it loses -0.025 ± 0.020 more. | **DISAGREES**. Muon's cosine minus AdamW's: -0.288 ± 0.027 at K = 2, -0.271 ± 0.018 at 8; so it loses -0.017 ± 0.019 more. |
 | 12 | Do measured slowdowns by crashes follow from the clock and who is present alone, without training? | 124 M parameters to a loss of 2.5: DDP takes 675 s with crashes and 356 s without, 1.90 times; DiLoCo 1.13, 1.15, 1.16, 1.57 at H = 10, 50, 100, 500 (beau-lilly/diloco-vs-ddp-failures, project/scripts/plot_from_numbers.py). | **DISAGREES**. By merged steps (measured), DDP and H = 10 to 500: 1.57 (1.90), 1.16 (1.13), 1.23 (1.15), 1.30 (1.16), 1.58 (1.57); outside both: DDP. |  |  |
-| 13 | Do late fragments of four bits cost anything in Streaming DiLoCo? | With 1 billion parameters, tau = 1 and FP4 the loss is 2.66, 2.51 and 2.45, against 2.67, 2.52 and 2.45 of data parallelism (arXiv 2501.18512, table 1); training is "very robust" to tau below 5 (figure 10). | **ORDER ONLY**. At a loss of 0.110, tau of a tenth of a round: +0.006 ± 0.008; 4 bits: +0.002 ± 0.008; both: +0.023 ± 0.007. | **AGREES**. At a loss of 2.508, tau of a tenth of a round: +0.007 ± 0.001; 4 bits: -0.002 ± 0.001; both: +0.005 ± 0.002. |  |
-| 14 | Is SparseLoCo at 2 bits better than DiLoCo at full precision? | "1-3 % sparsity and 2-bit quantization while outperforming full-precision DiLoCo" (arXiv 2508.15706, abstract), with 512 million parameters and H of 15, 30, 50 and 100, against DiLoCo with and without Nesterov's momentum. | **DISAGREES**. 2 bits minus the better DiLoCo: +0.126 ± 0.018 (with Nesterov: +0.077 ± 0.019) in 5 rounds, +0.012 ± 0.008 (with Nesterov: -0.058 ± 0.010) in 20. | **DISAGREES**. 2 bits minus the better DiLoCo: +0.152 ± 0.010 (with Nesterov: +0.082 ± 0.012) in 5 rounds, +0.048 ± 0.007 (with Nesterov: -0.064 ± 0.020) in 20. |  |
+| 13 | Do late fragments of four bits cost anything in Streaming DiLoCo? | With 1 billion parameters, tau = 1 and FP4 the loss is 2.66, 2.51 and 2.45, against 2.67, 2.52 and 2.45 of data parallelism (arXiv 2501.18512, table 1); training is "very robust" to tau below 5 (figure 10). | **ORDER ONLY**. At a loss of 0.110, tau of a tenth of a round: +0.006 ± 0.008; 4 bits: +0.002 ± 0.008; both: +0.023 ± 0.007. | **AGREES**. At a loss of 2.508, tau of a tenth of a round: +0.007 ± 0.001; 4 bits: -0.002 ± 0.001; both: +0.005 ± 0.002. | **AGREES**. At a loss of 2.394, tau of a tenth of a round: +0.005 ± 0.002; 4 bits: +0.001 ± 0.000; both: +0.006 ± 0.002. |
+| 14 | Is SparseLoCo at 2 bits better than DiLoCo at full precision? | "1-3 % sparsity and 2-bit quantization while outperforming full-precision DiLoCo" (arXiv 2508.15706, abstract), with 512 million parameters and H of 15, 30, 50 and 100, against DiLoCo with and without Nesterov's momentum. | **DISAGREES**. 2 bits minus the better DiLoCo: +0.126 ± 0.018 (with Nesterov: +0.077 ± 0.019) in 5 rounds, +0.012 ± 0.008 (with Nesterov: -0.058 ± 0.010) in 20. | **DISAGREES**. 2 bits minus the better DiLoCo: +0.152 ± 0.010 (with Nesterov: +0.082 ± 0.012) in 5 rounds, +0.048 ± 0.007 (with Nesterov: -0.064 ± 0.020) in 20. | **DISAGREES**. 2 bits minus the better DiLoCo: +0.038 ± 0.003 (with Nesterov: +0.032 ± 0.002) in 5 rounds, -0.017 ± 0.004 (with Nesterov: -0.029 ± 0.003) in 20. |
 | 15 | Does SPARTA let DiLoCo merge much more rarely? | SPARTA allows a DiLoCo interval 100 times longer, at a perplexity 14.3 % lower than DiLoCo's alone, which suffers as H grows from 100 to 10,000 (openreview stFPf3gzq1; the numbers as mwolf.dev's notes of March 2025 have them). | **AGREES**. SPARTA at H: -0.033 ± 0.015; with SPARTA minus DiLoCo alone at equal bytes: -0.000 ± 0.005. | **ORDER ONLY**. SPARTA at H: -0.083 ± 0.006; with SPARTA minus DiLoCo alone at equal bytes: +0.035 ± 0.004. | **AGREES**. SPARTA at H: -0.048 ± 0.005; with SPARTA minus DiLoCo alone at equal bytes: +0.001 ± 0.003. |
 | 16 | Do more local steps save rounds, and does SCAFFOLD need fewer than FedAvg on unlike clients? | FedAvg needs 626 rounds to 99 % on MNIST as SGD, 34 with 1 and 20 with 5 local epochs of batch 10 (arXiv 1602.05629, table 2); SCAFFOLD "requires significantly fewer communication rounds and is not affected by data heterogeneity" (1910.06378). | **AGREES**. 20 minus 5 local steps, like data: -0.160 ± 0.006; SCAFFOLD minus FedAvg: -0.104 ± 0.032 with 5, -0.100 ± 0.009 with 20. | **DISAGREES**. 20 minus 5 local steps, like data: -0.281 ± 0.009; SCAFFOLD minus FedAvg: +0.029 ± 0.010 with 5, +0.025 ± 0.006 with 20. | **DISAGREES**. 20 minus 5 local steps, like data: -0.322 ± 0.005; SCAFFOLD minus FedAvg: +0.006 ± 0.001 with 5, +0.007 ± 0.001 with 20. |
 | 17 | Do restarts of the outer momentum widen the range of outer rates and momenta that work? | "periodic restarts widen the stable range of outer learning rates and momentum values across communication periods" (arXiv 2605.28585, abstract; the figures restart every 3 rounds). | **AGREES**. With restarts minus without: +0.357 ± 0.030 of the 14 cells are stable; the best cell's loss -0.029 ± 0.003. | **AGREES**. With restarts minus without: +0.250 ± 0.019 of the 14 cells are stable; the best cell's loss -0.084 ± 0.019. |  |
@@ -81,7 +82,7 @@ Eighteen questions about communication that have no paper. The expectation was w
 | 13 | Which code of the movements is best at equal payload, if fewer bits are sent more often? | int4 is best, the largest 1/16 worst; the best is 0.06 below float32. Feedback lowers the loss of int8, int4 and 2 bits by 0, 0.003 and 0.01. | **AGREES**. Best: int4; worst: top 1/16; int4 minus float32: -0.034 ± 0.007. Feedback of int8, int4, 2 bits: -0.019 ± 0.011, -0.005 ± 0.004, +0.005 ± 0.005. | **ORDER ONLY**. Best: sign; worst: top 1/16; sign minus float32: -0.138 ± 0.007. Feedback of int8, int4, 2 bits: -0.000 ± 0.000, +0.000 ± 0.001, +0.001 ± 0.004. |  |
 | 14 | By how much are averages better if nodes count by their numbers of examples? | by 0.005, 0.02 and 0.06 at alpha = 1, 0.3 and 0.1. | **UNDECIDED**. Weights by examples minus equal ones: -0.003 ± 0.002, -0.006 ± 0.005 and -0.026 ± 0.018 at alpha = 1, 0.3 and 0.1. |  |  |
 | 15 | How much do robust means cost with unlike data and no liar, and how much do they save with one? | trimming costs 0.08 and the median 0.25 of accuracy; a liar then costs 0.12 and 0.10; with the mean and a liar the accuracy is 0.55. | **UNDECIDED**. Trimming costs +0.004 ± 0.011 and the median +0.131 ± 0.031, a liar then +0.178 ± 0.021 and +0.139 ± 0.033; with the mean and a liar the error is 0.84. | **ORDER ONLY**. Trimming costs +0.012 ± 0.002 and the median +0.031 ± 0.003, a liar then +0.049 ± 0.011 and +0.036 ± 0.009; with the mean and a liar the loss is 4.56. | **ORDER ONLY**. Trimming costs +0.002 ± 0.000 and the median +0.004 ± 0.001, a liar then +0.088 ± 0.002 and +0.069 ± 0.002; with the mean and a liar the loss is 6.50. |
-| 16 | At equal bytes, is it better to average a few random coordinates in every step, or all of them at once? | random coordinates lose, by 0.06 at n = 12 and 0.20 at n = 48; parts in turn lose 0.02 and 0.05. | **DISAGREES**. Minus all at once: random coordinates +0.126 ± 0.023 at n = 12 and -0.190 ± 0.048 at n = 48, parts in turn +0.067 ± 0.036 and -0.388 ± 0.024. With SGD at n = 48: +0.086 ± 0.034 and +0.003 ± 0.056. | **UNDECIDED**. Minus all at once: random coordinates -0.012 ± 0.006 at n = 12 and +0.000 ± 0.001 at n = 48, parts in turn -0.027 ± 0.005 and -0.007 ± 0.001. With SGD at n = 48: +0.005 ± 0.003 and -0.004 ± 0.001. |  |
+| 16 | At equal bytes, is it better to average a few random coordinates in every step, or all of them at once? | random coordinates lose, by 0.06 at n = 12 and 0.20 at n = 48; parts in turn lose 0.02 and 0.05. | **DISAGREES**. Minus all at once: random coordinates +0.126 ± 0.023 at n = 12 and -0.190 ± 0.048 at n = 48, parts in turn +0.067 ± 0.036 and -0.388 ± 0.024. With SGD at n = 48: +0.086 ± 0.034 and +0.003 ± 0.056. | **UNDECIDED**. Minus all at once: random coordinates -0.012 ± 0.006 at n = 12 and +0.000 ± 0.001 at n = 48, parts in turn -0.027 ± 0.005 and -0.007 ± 0.001. With SGD at n = 48: +0.005 ± 0.003 and -0.004 ± 0.001. | **DISAGREES**. Minus all at once: random coordinates -0.005 ± 0.002 at n = 12 and -0.007 ± 0.001 at n = 48, parts in turn -0.011 ± 0.002 and -0.013 ± 0.001. With SGD at n = 48: -0.005 ± 0.004 and -0.009 ± 0.004. |
 | 17 | Which power of the staleness is the best weight where slow nodes have data of their own? | +1/2 is best; the usual -1/2 is 0.12 worse. | **AGREES**. The best power is +0.5; -1/2 minus +1/2: +0.525 ± 0.076; +1/2 minus the best: +0.000 ± 0.000. | **DISAGREES**. The best power is -0.5; -1/2 minus +1/2: -0.140 ± 0.004; +1/2 minus the best: +0.140 ± 0.004. | **DISAGREES**. The best power is -0.5; -1/2 minus +1/2: -0.083 ± 0.003; +1/2 minus the best: +0.083 ± 0.003. |
 | 18 | If a merge lasts 20 steps, is it better to go on with old movements than to wait, and does momentum help then? | eager minus waiting -0.09; the best with momentum 0.9 minus the best without -0.008. | **DISAGREES**. Eager minus waiting: -0.006 ± 0.010; the best with momentum 0.9 (waiting, 2 merges, momentum 0.9) minus without: +0.046 ± 0.005. | **DISAGREES**. Eager minus waiting: +0.045 ± 0.010; the best with momentum 0.9 (waiting, 2 merges, momentum 0.9) minus without: +0.071 ± 0.004. | **DISAGREES**. Eager minus waiting: +0.007 ± 0.003; the best with momentum 0.9 (waiting, 2 merges, momentum 0.9) minus without: +0.010 ± 0.003. |
 
@@ -90,8 +91,8 @@ Eighteen questions about communication that have no paper. The expectation was w
 A verdict on digits is no verdict on text. From *tiny* to *text*
 
 - the first merge stops hurting: +0.185 becomes -0.027, and with 800,000 parameters -0.043 (published 1), and in the atlas
-  it helps at every rate (1). There, with 800,000 parameters, it hurts at the largest rate, as was expected: by 0.030
-  at 0.01, while it gains 0.068 at 0.001;
+  it helps at every rate (1). There, with 800,000 parameters, it hurts at the largest rate, as was expected: by 0.030 at
+  0.01, while it gains 0.068 at 0.001;
 - a delay of one step begins to cost: nothing becomes 0.111 for AdamW and 0.024 for Muon, and with 800,000 parameters 0.205
   and 0.121, of which the first is the claim's and the second ten times the claim's (published 3);
 - outer momentum from stale movements costs more at ages 3 and 7 (0.132, 0.086) than fresh (0.048), where its price fell
@@ -100,34 +101,42 @@ A verdict on digits is no verdict on text. From *tiny* to *text*
 - outer momentum loses to none below 20 rounds on unlike data, too, where it gained 0.249 in 4 rounds and 0.487 in 16
   (published 2), and the more rounds there are, the more it loses: 0.071, 0.112 and 0.217 in 5, 20 and 100, where it was
   0.049, 0.071 and 0.023 (atlas 3);
-- late fragments of 4 bits cost next to nothing: 0.005 of 2.508, where they cost 0.023 of 0.110 (published 13);
+- late fragments of 4 bits cost next to nothing: 0.005 of 2.508, where they cost 0.023 of 0.110, and with 800,000 parameters
+  0.006 of 2.394 (published 13);
 - going on with old movements loses to waiting by 0.045, where there was no difference, and with 800,000 parameters by 0.007
   (atlas 18); signs every 4 steps take the place of 4 bits every 16 as the best use of a payload, 0.138 better than float32
   (atlas 13);
 - Muon's pseudo-gradients lose their lead in direction: at 8 nodes +0.036 becomes -0.202, and with 800,000 parameters -0.271
   (published 11);
-- SNOO begins to help, though no more than Lookahead does without momentum, and with 800,000 parameters neither of them
-  does (published 10: +0.015, -0.027, -0.001); QSR is better at equal bytes (published 6: in 24 rounds against 25 by 0.030,
-  with 800,000 parameters by 0.009);
+- SNOO begins to help, though no more than Lookahead does without momentum, and with 800,000 parameters neither of them does
+  (published 10: +0.015, -0.027, -0.001); QSR is better at equal bytes (published 6: in 24 rounds against 25 by 0.030, with
+  800,000 parameters by 0.009);
 - SPARTA beside DiLoCo costs 0.035 beside 4 % more rounds of it alone, where it cost nothing, as with 800,000 parameters
   again (published 15);
 - the effects of unlike data fade, and with 800,000 parameters are nearly gone: SCAFFOLD's lead (published 16: -0.100
   becomes +0.025, and then +0.007), the gain of moments averaged rarely (published 18: -0.114, -0.018, +0.003), the price of
   a ring beside all-reduce (atlas 8: 0.192, 0.044, 0.014), and that of a single merge beyond its price on like data (atlas
-  11: up to 1.187, then 0.019 and 0.005), and that of a median without a liar (atlas 15: 0.131 of the error, then 0.031 and 0.004 nats). So do the
-  gain of averaged moments (atlas 5: -0.244, -0.015, -0.004) and of random coordinates (atlas 16: 0.190, then nothing; not
-  asked at 800,000); +1/2, the best power of the staleness on digits, becomes 0.140 worse than -1/2, and then 0.083 (atlas 17).
-  Stretches of one text are less unlike than two digits;
+  11: up to 1.187, then 0.019 and 0.005), and that of a median without a liar (atlas 15: 0.131 of the error, then 0.031 and
+  0.004 nats). So do the gain of averaged moments (atlas 5: -0.244, -0.015, -0.004) and of random coordinates (atlas 16, in
+  4 rounds: 0.190, nothing, 0.007); +1/2, the best power of the staleness on digits, becomes 0.140 worse than -1/2, and then
+  0.083 (atlas 17). Stretches of one text are less unlike than two digits;
 - the best H, 4 in all four cases, becomes 1 without momentum and 16 with it (atlas 6).
 
-These answers stay: a late window of merges beats an early one, for the nodes and, except on digits, for their mean
-(published 7: on the text by 0.041 and 0.011, with 800,000 parameters by 0.039 and 0.010); the fewer the rounds, the more it
-costs to send 1 % of the changes, and in 4 of them a decay of 1 beats one of 0.9 (atlas 4: which costs 0.952 on the text, and
-0.450 with 800,000 parameters); a single merge costs about a tenth of a nat on like data (atlas 11: 0.128, 0.098, 0.121);
-outer momentum of 0.9 does not pay within 20 rounds on like data (published 2, atlas 3); the mean falls to one liar and trimmed means to two
-of eight, the geometric median to neither (published 5); SparseLoCo at 2 bits loses to the better DiLoCo, on digits clearly
-in 5 rounds only, and in 20 wins over the one with Nesterov's momentum (published 14); of the ways to make seven merges, late
-ones are the worst, on digits not clearly, and ever rarer ones the best on the text and with 800,000 parameters (atlas 12);
-rounds of 100 steps go a third of the way from one node's batch to eight times the batch, shorter ones more of it (atlas 7:
-at 800,000 parameters 79, 63 and 42 % in rounds of 5, 20 and 100 steps).
+These answers stay:
+
+- a late window of merges beats an early one, for the nodes and, except on digits, for their mean (published 7: on the text
+  by 0.041 and 0.011, with 800,000 parameters by 0.039 and 0.010);
+- the fewer the rounds, the more it costs to send 1 % of the changes, and in 4 of them a decay of 1 beats one of 0.9 (atlas
+  4: which costs 0.952 on the text, and 0.450 with 800,000 parameters);
+- a single merge costs about a tenth of a nat on like data (atlas 11: 0.128, 0.098, 0.121);
+- outer momentum of 0.9 does not pay within 20 rounds on like data (published 2, atlas 3);
+- the mean falls to one liar and trimmed means to two of eight, the geometric median to neither (published 5);
+- SparseLoCo at 2 bits loses to DiLoCo in 5 rounds, and in 20 wins over DiLoCo with Nesterov's momentum, with 800,000
+  parameters over the one without momentum, too, by 0.017 (published 14);
+- DiLoCo loses to data parallelism at equal tokens, and the more, the more nodes it has (published 9: by 0.038, 0.102 and
+  0.039 with one node, by another 0.072, 0.211 and 0.086 with eight);
+- of the ways to make seven merges, late ones are the worst, on digits not clearly, and ever rarer ones the best on the text
+  and with 800,000 parameters (atlas 12);
+- rounds of 100 steps go a third of the way from one node's batch to eight times the batch, shorter ones more of it (atlas
+  7: at 800,000 parameters 79, 63 and 42 % in rounds of 5, 20 and 100 steps).
 """
