@@ -718,6 +718,15 @@ def test_the_questions_of_what_holds(some: str, tmp_path: Path) -> None:
         assert found["answers"]["tiny"]["rows"], file
 
 
+def test_a_question_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["what_holds.py", "atlas/01", "atlas/99"])
+    with pytest.raises(SystemExit):
+        importlib.import_module("what_holds").main()
+    assert "no question begins with atlas/99. There are: reproductions/01_merges" in capsys.readouterr().err
+
+
 def test_questions_are_short() -> None:
     for file in [*FOLDER.glob("atlas/*.py"), *FOLDER.glob("reproductions/*.py")]:
         assert len(file.read_text().splitlines()) <= 60, file

@@ -7,7 +7,7 @@ in `vecgym-runs/what_holds/`. A question with an answer is not asked again, unle
 python benchmarks/what_holds.py [atlas/03 reproductions ...] [--scales tiny text gpt]
 python benchmarks/what_holds.py --page        # writes the tables into the guide, and the figures
 
-On one core a question takes about half a minute at "tiny", some minutes at "text", and an hour at "gpt".
+On one core a question takes about half a minute at "tiny", some minutes at "text", and up to several hours at "gpt".
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few steps and seeds: does it work?")
     args = parser.parse_args()
+    if unknown := [word for word in args.questions if not questions([word])]:
+        parser.error(f"no question begins with {', '.join(unknown)}. There are: {', '.join(questions([]))}.")
     torch.set_num_threads(args.threads)
     if args.page:
         PAGE.write_text(page_with(PAGE.read_text(), args.results))
