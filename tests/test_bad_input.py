@@ -199,7 +199,7 @@ def test_flags_are_true_or_false() -> None:
 
 
 def test_numpys_integers_and_flags_are_integers_and_flags() -> None:
-    """As they come out of an array of seeds, or of sizes."""
+    """Elements of an array of seeds, or of sizes, are such integers."""
     plain, _ = fit("MLP", alone(), num_nodes=2, max_steps=3, batch_size=2, seed=3, shuffle=False)
     numpys: dict[str, Any] = {
         "num_nodes": np.int64(2), "max_steps": np.int8(3), "batch_size": np.uint16(2), "seed": np.int64(3),
@@ -345,7 +345,7 @@ SORTED = TensorDataset(torch.randn(64, 16), torch.arange(64) // 16)
 
 
 class Pictures:
-    """As torchvision's datasets."""
+    """A dataset with `targets`, such as torchvision's."""
 
     targets = SORTED.tensors[1].tolist()
 

@@ -237,7 +237,7 @@ def test_a_weighted_mean_of_equal_values_is_that_value(dtype: torch.dtype, opera
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    """As the same in float32, rounded."""
+    """The result is that of float32, rounded."""
     x, comm, doubly = draw(N, 200).to(dtype), StackedCollectives(N), torch.full((N, N), 1 / N)
     matrices = (doubly, torch.eye(N) / 3 + torch.eye(N).roll(1, 0) / 3 + torch.eye(N).roll(-1, 0) / 3)
     mixes = {f"mix {i}": lambda comm, x, W=W: comm.mix(x, W) for i, W in enumerate(matrices)}

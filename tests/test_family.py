@@ -634,7 +634,7 @@ def post_local(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> T
 
 
 class Half(Codec):
-    """As the page of strategies has it."""
+    """The codec of the page of strategies."""
 
     def encode(self, x: Tensor, draw: Any = None) -> dict[str, Tensor]:
         return {"values": x.half()}

@@ -171,7 +171,7 @@ def networks() -> dict[str, tuple[nn.Module, Any]]:
 
 
 def observe(event: Event, draft: Draft) -> None:
-    """As a run does before an evaluation."""
+    """The measurement that a run makes before an evaluation."""
     if not event.reads:
         squared_consensus_distance(draft.params)
 

@@ -53,7 +53,7 @@ def test_what_two_places_shared_they_share_again() -> None:
 
 
 def test_state_that_is_keyed_by_parameters() -> None:
-    """As EXO Gym's selectors of indices have it."""
+    """EXO Gym's selectors of indices have such a state."""
     one, two = (nn.Linear(2, 1) for _ in range(2))
     first, second = Holder(), Holder()
     first.made = {p: (torch.arange(3), i) for i, p in enumerate(one.parameters())}

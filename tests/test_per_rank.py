@@ -233,7 +233,7 @@ def test_collectives_of_a_rank_need_a_step() -> None:
 
 
 class Documented(Strategy):
-    """As EXO Gym's documents have it: `step` and `_init_node` of a subclass of Strategy."""
+    """The form of EXO Gym's documents: `step` and `_init_node` of a subclass of Strategy."""
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)  # type: ignore[misc]

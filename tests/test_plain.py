@@ -330,7 +330,7 @@ def stepped(change: Callable[[Any, int], Any], monkeypatch: pytest.MonkeyPatch, 
 
 
 def replaced(state: Any, step: int) -> Any:
-    """As a state that is loaded: equal, in other tensors; or a slot of it."""
+    """A state like a loaded one: equal, in other tensors; or a slot of it."""
     if step == 2:
         return type(state)(state.tick, *tree.map_leaves(torch.clone, (state.own, state.shared)))
     if step == 4:

@@ -266,7 +266,7 @@ def composed(*exchanges: Exchange) -> Callable[..., Strategy]:
 
 
 def with_adam(make: Callable[..., Strategy], **own: Any) -> Callable[..., Strategy]:
-    """One that needs moments: with AdamW where it is given an optimizer of another kind."""
+    """An algorithm that needs moments, with AdamW where it is given an optimizer of another kind."""
 
     def made(inner_optim: Any = None, **settings: Any) -> Strategy:
         adam = inner_optim == "adamw" or (isinstance(inner_optim, OptimSpec) and inner_optim.cls is AdamW)

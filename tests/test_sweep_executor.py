@@ -519,7 +519,7 @@ def test_a_closed_executor() -> None:
 
 
 def interrupt(parent: int) -> None:
-    """As in a terminal, where a worker gets it too."""
+    """Ctrl-C in a terminal, where a worker gets it too."""
     os.kill(parent, signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.3)

@@ -145,7 +145,7 @@ def test_in_a_sweep_it_is_the_same() -> None:
 
 @pytest.mark.parametrize("settings", [{"participation": 0.5}, {"exact": True}], ids=["some rest", "exact"])
 def test_a_group_with_a_value_for_each_node(settings: dict[str, Any]) -> None:
-    """As the same values given to the optimizer itself."""
+    """The result is that of the same values given to the optimizer itself."""
     settings = dict(settings)
     lr = torch.linspace(0.05, 0.2, K, dtype=torch.float64)
     more = {"participation": settings.pop("participation")} if "participation" in settings else {}

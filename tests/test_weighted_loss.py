@@ -387,7 +387,7 @@ def test_islands_sweeps_and_codes_of_gradients_by_tokens() -> None:
 
 @pytest.mark.parametrize("settings", WEIGHTINGS.values(), ids=WEIGHTINGS)
 def test_nodes_are_averaged_by_numbers_such_as_their_tokens(settings: dict[str, Any]) -> None:
-    """As by their examples, if the numbers are these."""
+    """Averages by the numbers of examples are the same, if these are given."""
     data, sizes = tokens(), [7, 24, 17]
     shards = [range(7), range(7, 31), range(31, N)]
     factory = lambda rank, num_nodes, train: torch.utils.data.Subset(data, shards[rank])  # noqa: E731

@@ -144,7 +144,7 @@ def tree_of_nodes() -> dict[str, Tensor]:
 
 
 def rank() -> RankStrategy:
-    """As a run has made it for node 0."""
+    """The strategy of node 0, as a run prepares it."""
     made = RankStrategy("sgd", lr=0.1)
     made.max_steps = STEPS
     made._init_node(Line(), 0, K)

@@ -91,7 +91,7 @@ def sweep(path: Path | None = None) -> vecgym.SweepResult:
 
 
 def numbers(value: Any) -> Any:
-    """All that two equal runs have in common, in a form that `==` compares bit for bit."""
+    """The common part of two equal runs, in a form that `==` compares bit for bit."""
     if isinstance(value, vecgym.Trainer):
         tensors = {**value.nodes.params, **value.nodes.buffers}
         return numbers([tensors, value.history, value.ledger.state()])

@@ -102,7 +102,7 @@ A verdict on digits is no verdict on text. From *tiny* to *text*
 - outer momentum loses to none below 20 rounds on unlike data, too, where it gained 0.249 in 4 rounds and 0.487 in 16
   (published 2; with 800,000 parameters there is no clear difference), and the more rounds there are, the more it loses:
   0.071, 0.112 and 0.217 in 5, 20 and 100, and with 800,000 parameters 0.006, 0.012 and 0.063, where it was 0.049, 0.071
-  and 0.023. Momentum of 0.5 gains 0.032, 0.003 and then 0.017, 0.021 in 5 and 20 rounds, and loses in 100 (atlas 3);
+  and 0.023. Momentum of 0.5 gains 0.032 in 5 rounds, and then 0.017 and 0.021 in 5 and 20; in 100 it loses (atlas 3);
 - late fragments of 4 bits cost next to nothing: 0.005 of 2.508, where they cost 0.023 of 0.110, and with 800,000 parameters
   0.006 of 2.394 (published 13);
 - going on with old movements loses to waiting by 0.045, where there was no difference, and with 800,000 parameters by 0.007

@@ -67,7 +67,7 @@ def _lengths(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LearnOptions(Options):
-    """All that `learn` takes.
+    """The arguments of `learn`.
 
     Args:
         strategy_of: the numbers, by name, -> a strategy: `lambda n: DiLoCoStrategy(lr=n.lr, H=n.when)`.

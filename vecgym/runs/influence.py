@@ -70,7 +70,7 @@ class Heard(Reduction, batched=("weights",), random=False):
 
 @dataclass(frozen=True)
 class InfluenceOptions(Options):
-    """All that `influence` takes.
+    """The arguments of `influence`.
 
     Args:
         model: as for `Trainer`, or a function of the seed that returns one.

@@ -113,7 +113,7 @@ def _device(name: str, device: torch.device | str) -> torch.device:
 
 @dataclass(frozen=True)
 class MemoryOptions(Modelled):
-    """All that `estimate_memory` takes.
+    """The arguments of `estimate_memory`.
 
     Args:
         model, strategy, num_nodes, batch_size, minibatch_size, chunk_size, engine, autocast: as for `Trainer.fit`.

@@ -318,7 +318,7 @@ class EngineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(EngineOptions, Training, Simulated):
-    """All that `Trainer.fit` takes.
+    """The arguments of `Trainer.fit`.
 
     Args:
         autocast: mixed precision in the forward passes.
@@ -652,7 +652,7 @@ class DifferentiableRun(Modelled):
 
 @dataclass(frozen=True)
 class RolloutOptions(DifferentiableRun):
-    """All that `rollout` takes.
+    """The arguments of `rollout`.
 
     Args:
         segments: the number of parts to cut the run into. Only the states between them are stored, and each part is
@@ -750,7 +750,7 @@ def _of_runs(name: str, value: Any, num_runs: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class JvpOptions(DifferentiableRun):
-    """All that `rollout_jvp` takes.
+    """The arguments of `rollout_jvp`.
 
     Args:
         primals, tangents: the point and the direction of the derivative.

@@ -162,7 +162,7 @@ def _precision(name: str, value: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class VerifyOptions(Modelled):
-    """All that `verify` takes.
+    """The arguments of `verify`.
 
     Args:
         strategy: any strategy, including your own.
@@ -319,7 +319,7 @@ class Form:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All that a step computes, by kind."""
+        """The results of a step, by kind."""
         state, algorithm = self.state, self.simulation.algorithm
         rest = {n: x for n, x in {**state.shared, **state.own}.items() if n not in ("params", "buffers", "optimizer")}
         if type(algorithm).result is not Strategy.result:

@@ -20,7 +20,7 @@ Move = tuple[Tensor, Tensor, Tensor | None]  # a write that is due: to which ten
 
 @dataclass(frozen=True)
 class State:
-    """All that evolves in a run, as a value: `vars(state)` is a checkpoint.
+    """The evolving part of a run, as a value: `vars(state)` is a checkpoint.
 
     A run that is not differentiated works in place: every tensor keeps its storage for the whole run.
 
