@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from workloads import header, machine, markdown
 
-from vecgym import History, Trainer
+from vecgym import History, SweepResult, Trainer
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.optim import OptimSpec
 from vecgym.plot import plot_comparison
@@ -69,6 +69,16 @@ def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
+
+
+def whole(result: SweepResult) -> SweepResult:
+    """Return the result of a sweep, unless it was interrupted.
+
+    The last loss of an interrupted configuration may be the one before its first step.
+    """
+    if {row["status"] for row in result.rows} & {"interrupted", "pending"}:
+        raise KeyboardInterrupt
+    return result
 
 
 def strategies(

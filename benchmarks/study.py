@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from comparison import seeded
+from comparison import seeded, whole
 from images import digits, mlp
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -237,7 +237,7 @@ class Study:
             strategy=strategy, points=points, num_nodes=num_nodes, progress=False, device="cpu",
             **{"max_steps": self.steps, "batch_size": scale.batch_size, "val_interval": None, **settings},
         )  # fmt: skip
-        ended = [row["status"] != "diverged" for row in result.rows]
+        ended = [row["status"] != "diverged" for row in whole(result).rows]
         found = [[float(x) for x in measure(result.history(i))] if ok else [] for i, ok in enumerate(ended)]
         failed = [math.inf] * max(1, *map(len, found))
         return [values if values and abs(values[-1]) < BLOWN_UP else failed for values in found]

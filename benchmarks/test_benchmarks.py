@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -19,13 +20,14 @@ import pytest
 import torch
 from PIL import Image
 
+from vecgym import VecgymWarning
 from vecgym.availability import Function
 from vecgym.clock import Compute
 from vecgym.clock.asynchronous import AsyncPlan
 from vecgym.collectives import StackedCollectives
 from vecgym.simulation import Part
 from vecgym.simulation.events import Stop
-from vecgym.strategy import DecoupledDiLoCoStrategy, DeMoStrategy
+from vecgym.strategy import DecoupledDiLoCoStrategy, DeMoStrategy, DiLoCoStrategy
 
 FOLDER = Path(__file__).parent
 
@@ -831,6 +833,30 @@ def test_seeds_in_which_one_arm_alone_diverges_count_against_it() -> None:
     assert (both.diverged, both.lost, both.sign) == (5, 0, -1)
     few = study.difference([math.inf] * 2 + [1.0, 1.1] * 3, [2.0] * 8)
     assert (few.lost, few.sign) == (2, -1)
+
+
+class Cut(DiLoCoStrategy):
+    """Ctrl-C comes once, in the first round."""
+
+    pressed = False
+
+    def meet(self, part: Part) -> None:
+        if not Cut.pressed:
+            Cut.pressed = True
+            signal.raise_signal(signal.SIGINT)
+        super().meet(part)
+
+
+def test_the_loss_of_an_interrupted_run_is_no_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    study = importlib.import_module("study")
+    monkeypatch.setattr(Cut, "pressed", False)
+    asked = study.Study(study.SCALES["tiny"], tmp_path / "kept.json", quick=True)
+    asked.arm("whole", lambda: DiLoCoStrategy("sgd", lr=0.1, H=2))
+    with pytest.raises(KeyboardInterrupt), pytest.warns(VecgymWarning, match="interrupted"):
+        asked.arm("cut", lambda: Cut("sgd", lr=0.1, H=2))
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert [key.split()[0] for key in kept] == ["whole", "whole"]
 
 
 def test_a_walk_says_where_it_had_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from comparison import seeded
+from comparison import seeded, whole
 from torch import nn
 from workloads import header, machine, markdown
 
@@ -167,7 +167,7 @@ def trained(case: Case, data: tuple[Any, Any], build: Callable[[int], nn.Module]
         "val_interval": args.steps, "device": "cpu", "progress": False,
     }  # fmt: skip
     search = sweep(build(0), *data, strategy=case.make, grid={"lr": list(case.rates)}, seed=0, **common)
-    tried = {row["lr"]: row["val_loss"] for row in search.rows}
+    tried = {row["lr"]: row["val_loss"] for row in whole(search).rows}
     rate = min((lr for lr, loss in tried.items() if loss is not None and loss == loss), key=lambda lr: tried[lr])
     # A message of this model takes as long as one of a model with LIKE_PARAMETERS does at BANDWIDTH.
     scale = P / LIKE_PARAMETERS
@@ -177,7 +177,7 @@ def trained(case: Case, data: tuple[Any, Any], build: Callable[[int], nn.Module]
         compute=Compute(STEP_SECONDS), **common,
     )  # fmt: skip
     return Result(
-        case.num_nodes, rate, tried, [row["val_loss"] for row in runs.rows], runs.rows[0]["bytes_total"],
+        case.num_nodes, rate, tried, [row["val_loss"] for row in whole(runs).rows], runs.rows[0]["bytes_total"],
         runs.rows[0]["sim_seconds"],
     )  # fmt: skip
 
