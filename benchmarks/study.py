@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from comparison import seeded, whole
 from images import digits, mlp
@@ -48,7 +49,8 @@ class Scale:
 
     Args:
         data: the number of nodes, a kind and a seed -> the sets to train on. Kinds are "like", "shards" (2 shards of
-            sorted classes, or a stretch of the text) and, for images, the alpha of a Dirichlet distribution.
+            sorted classes, or a stretch of the text) and the alpha of a Dirichlet distribution, of classes or of the
+            lengths of the stretches.
         walks: tune by a walk on the grid.
     """
 
@@ -327,14 +329,24 @@ def _text(num_chars: int) -> tuple[Tensor, Tensor, int]:
     return blocks[~held].flatten(), blocks[held].flatten(), len(vocabulary)
 
 
+def _cuts(length: int, num_nodes: int, alpha: float, least: int, seed: int) -> list[int]:
+    """The places of the cuts between stretches of at least `least`, whose shares of the rest are Dirichlet(alpha).
+
+    >>> _cuts(100, num_nodes=3, alpha=0.1, least=10, seed=0)
+    [15, 25]
+    """
+    shares = np.random.default_rng(seed).dirichlet([alpha] * num_nodes)
+    lengths = least + (shares * (length - num_nodes * least)).astype(int)
+    return lengths.cumsum()[:-1].tolist()
+
+
 def _text_scale(name: str, num_chars: int, layers: int, width: int, context: int, **sizes: Any) -> Scale:
     def data(num_nodes: int, kind: Any, seed: int) -> Any:
         tokens = _text(num_chars)[0]
         if kind == "like":
             return TokenWindows(tokens, context)
-        if kind != "shards":
-            raise ValueError(f'data={kind!r}: a text has no classes. Give "like" or "shards".')
-        parts = tokens.roll(1009 * seed).tensor_split(num_nodes)
+        cuts = num_nodes if kind == "shards" else _cuts(len(tokens), num_nodes, kind, 16 * context, seed)
+        parts = tokens.roll(1009 * seed).tensor_split(cuts)
         return lambda rank, num_nodes, train: TokenWindows(parts[rank], context)
 
     def held_out() -> TensorDataset:

@@ -1,8 +1,8 @@
 """By how much are averages better if nodes count by their numbers of examples?
 
-Setting: FedAvg with SGD, ten merges; digits (they have classes) split by a Dirichlet distribution, of which alpha = 1,
-0.3 and 0.1 leave nodes with ever more unequal numbers of examples, and as many steps each; the rate tuned for each arm;
-equal steps and bytes.
+Setting: FedAvg with SGD, ten merges; a Dirichlet distribution, of which alpha = 1, 0.3 and 0.1 leave nodes with ever
+more unequal numbers of examples, splits the classes of digits, and gives the lengths of the stretches of a text; as
+many steps each; the rate tuned for each arm; equal steps and bytes.
 Expected: by 0.005, 0.02 and 0.06 at alpha = 1, 0.3 and 0.1.
 Verdict: by the difference at alpha = 0.1, weights by examples minus equal ones. If it is clearly negative (two standard
 errors), AGREES if it is -0.03 or lower, half of the expectation, and else ORDER ONLY. Otherwise DISAGREES if it is
@@ -15,7 +15,6 @@ from study import Answer, Study, difference
 
 from vecgym.strategy import FedAvgStrategy
 
-SCALES = ("tiny",)
 ALPHAS = (1.0, 0.3, 0.1)
 
 
