@@ -372,7 +372,8 @@ One run that is too slow for one process is another matter: its nodes are spread
 
 - A configuration whose loss becomes NaN or infinite is marked `diverged`, and its curve ends there. Its rows stay in the
   stack, as NaN, and the others continue; a stack in which all have diverged ends.
-- Ctrl-C returns the results so far.
+- Ctrl-C returns the results so far, and a script goes on with them. Look at `status`, which is `interrupted` or `pending`
+  then: the last loss of a run that was cut may be the one before its first step. `best` and `compare` leave such runs out.
 - `resume="sweep.pt"` keeps results in a file and continues from it. The grid may have grown. Strategies, settings, models,
   initial weights and data must be the same; otherwise the sweep is refused, and the error says what differs. Seed whatever is
   random, for instance with `torch.manual_seed(0)`. `vecgym.guide.checkpoints` says what is compared, and what is not noticed.

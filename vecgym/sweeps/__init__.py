@@ -31,7 +31,7 @@ def sweep(options: SweepOptions) -> SweepResult:
 
     Returns:
         A `SweepResult`. A configuration whose loss becomes NaN or infinite ends there, marked "diverged". On Ctrl-C
-        all end after the step in progress, and the result holds their records so far.
+        all end after the step in progress, marked "interrupted" or "pending"; the result holds their records so far.
 
     Raises:
         ValueError, TypeError: for invalid options, before training starts.
