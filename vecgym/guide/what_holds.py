@@ -6,7 +6,8 @@ has the setting, the claim with its source or the expected answer, and the rule 
 the first run. In eighteen questions the setting was changed after a first answer (published 2, 4, 5, 7, 9, 10, 11, 13, 17,
 18; atlas 2, 3, 5, 6, 10, 13, 16, 18): a grid ended at its best value, a last merge changed nothing or was free for one arm,
 or arms differed in two things. In two the rule was changed, too (published 10: a condition for UNDECIDED; atlas 3: it is
-about 100 rounds in place of 20). The commits of the file say why. If two cases of a rule hold, the first one counts.
+about 100 rounds in place of 20), and atlas 14 was put to texts after its answer on digits. The commits of the file say
+why. If two cases of a rule hold, the first one counts.
 `python benchmarks/what_holds.py atlas/03` asks again, and `--page` draws the tables and figures of this page from the
 answers in `benchmarks/results/`.
 
