@@ -76,7 +76,7 @@ def whole(result: SweepResult) -> SweepResult:
 
     The last loss of an interrupted configuration may be the one before its first step.
     """
-    if {row["status"] for row in result.rows} & {"interrupted", "pending"}:
+    if result.num_pending:
         raise KeyboardInterrupt
     return result
 

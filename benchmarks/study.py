@@ -345,6 +345,8 @@ def _text_scale(name: str, num_chars: int, layers: int, width: int, context: int
         tokens = _text(num_chars)[0]
         if kind == "like":
             return TokenWindows(tokens, context)
+        if isinstance(kind, str) and kind != "shards":
+            raise ValueError(f'data={kind!r}; allowed: "like", "shards", or the alpha of a Dirichlet distribution.')
         cuts = num_nodes if kind == "shards" else _cuts(len(tokens), num_nodes, kind, 16 * context, seed)
         parts = tokens.roll(1009 * seed).tensor_split(cuts)
         return lambda rank, num_nodes, train: TokenWindows(parts[rank], context)

@@ -758,7 +758,7 @@ PARTS = [(Simulation, "init"), (Checkpointer, "_make_run_id"), (Simulation, "tic
 def test_a_run_that_fails_lets_go(
     owner: Any, name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is prepared, before its first step, and in one; also while the exception is kept."""
+    """The failure comes in the preparation, before the first step or in one; the exception may be kept."""
 
     def fails(*_: Any, **__: Any) -> Any:
         raise error("on purpose")

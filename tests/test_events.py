@@ -142,7 +142,7 @@ def test_each_end_is_taken_for_its_own_time() -> None:
 
 
 def test_a_message_of_a_later_round_does_not_overtake() -> None:
-    """While node 1's movement waits for the window to close, node 0 begins again, ends earlier, and sends first."""
+    """Node 1's movement waits for the window to close; node 0 begins again, ends earlier, and sends first."""
     wires = Wires(1.0, [0.0] * 3, [0.0] * 3, [3.0, 0.0, 0.0], server=5.0)
     events = schedule(Rules((1, 1, 1), wires=wires), lambda node, step: [1.0, 5.5, 0.5][node], Stop(updates=12))
     ends = sorted(of(events, Arrival), key=lambda event: event.end)

@@ -757,7 +757,7 @@ def press_ctrl_c(times: int) -> None:
 
 
 def test_an_interrupt_is_passed_on_once() -> None:
-    """Once the function has begun; what it returns is returned."""
+    """The function has begun by then; its result is returned."""
     press_ctrl_c(1)
     assert multiprocess.run(until_interrupted, 2, (True,), timeout_s=60) == [1, 1]
 

@@ -456,7 +456,7 @@ def test_the_legend_is_where_it_was_asked_for() -> None:
 
 
 def test_a_legend_hides_no_curve() -> None:
-    """Unless it is asked for: of losses that are everywhere there is no room for it inside."""
+    """A legend that is asked for may: losses that are everywhere leave no room for it inside."""
     run = History()
     for step in range(1, 400):
         run.append({"step": step, "train_loss": 1.0, "val_loss": 1 + (step % 40) / 10})

@@ -119,7 +119,7 @@ def test_sparta_and_demo_send_a_part_in_every_step() -> None:
 
 
 def test_the_steps_are_those_of_a_long_run() -> None:
-    """Once a run repeats itself: after its first round, or when what is late has come."""
+    """A run repeats itself after its first round, or when the late messages have come."""
     compute, network = Compute(0.01), Network("1 Gbit/s", "2 ms")
     for H, strategy in (
         (7, StreamingDiLoCoStrategy(H=7, delay=6)),

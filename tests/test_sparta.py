@@ -965,7 +965,7 @@ def test_late_changes_keep_the_mean_of_the_nodes() -> None:
 
 
 def test_a_late_diloco_step_reaches_the_parameters_d_steps_later() -> None:
-    """Until the first change is due, the nodes are independent; then they differ from those."""
+    """The nodes are independent until the first change is due; then they differ from independent ones."""
     batches = stacked(data("MLP", 3, 7))
     for steps, same in ((6, True), (7, False)):
         ours = composed([late(Outer(Mean()), 3, every=4)], batches[:steps])

@@ -363,7 +363,7 @@ def test_what_pickle_cannot_send_is_its_own_error(pool: ProcessPoolExecutor, tmp
 
 
 def test_axes_need_not_be_sent(pool: ProcessPoolExecutor) -> None:
-    """Only what the functions of axes have made: those, and the values, may be lambdas."""
+    """Objects made by the functions of axes are sent: the functions, and the values, may be lambdas."""
     functions = [lambda: 0.01, lambda: 0.02]
     settings: dict[str, Any] = {"grid": {"f": functions}, "strategy": lambda f: DiLoCoStrategy("sgd", H=2, lr=f())}
     assert_same(run(pool, **settings), run(**settings))
